@@ -1,0 +1,91 @@
+"""WeightSync: after the optimizer step, the engines serve the new weights, and confirm it."""
+
+from time import perf_counter
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from molt.module import PolicyModule
+from molt.rollout.weights import SharedMemory
+from molt.types import Batch
+
+
+class WeightSync(pl.Callback):
+    """Publish the weights of ``trainer.global_step`` to every engine.
+
+    The weights are written once, every engine loads them, and version and digest come back
+    confirmed; only then is the new version told to the producer. A sync that is not confirmed
+    raises, with the engines still serving what they had.
+
+    Args:
+        every_n_steps: Optimizer steps between two syncs.
+        timeout_s: Longest wait for the engines, in seconds; the first sync waits for their start.
+    """
+
+    def __init__(self, every_n_steps: int = 1, timeout_s: float = 300.0) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"weight_sync.every_n_steps={every_n_steps} is not positive")
+        self.every_n_steps = every_n_steps
+        self.timeout_s = timeout_s
+        self.transport = SharedMemory()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Tell the data module that its engines will be fed."""
+        trainer.datamodule.sync_every_n_steps = self.every_n_steps
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
+        """Give the engines their first weights."""
+        self.publish(trainer, pl_module)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: PolicyModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+    ) -> None:
+        """Give the engines the weights that this step made."""
+        if trainer.global_step % self.every_n_steps == 0:
+            started = perf_counter()
+            self.publish(trainer, pl_module)
+            self.log("time/weight_sync_s", perf_counter() - started)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
+        """Give the engines the weights to score; within a fit they have them."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.publish(trainer, pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
+        """Give the engines the weights to score."""
+        self.publish(trainer, pl_module)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
+        """Give the engines the weights to roll out."""
+        self.publish(trainer, pl_module)
+
+    def publish(self, trainer: pl.Trainer, module: PolicyModule) -> None:
+        """Write the weights, have them loaded and confirmed, and agree on it over all ranks."""
+        manifest = self.transport.publish(
+            module.policy.named_parameters(), module.data.engine_dtype
+        )
+        failure: Exception | None = None
+        if module.data.pool is not None:
+            try:
+                module.data.pool.load_weights(manifest, trainer.global_step, self.timeout_s)
+            except RuntimeError as error:  # raised below, on every rank
+                failure = error
+        failure = trainer.strategy.broadcast(failure)
+        if failure is not None:
+            raise failure
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the shared memory back."""
+        self.transport.close()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the shared memory back."""
+        self.transport.close()

@@ -1,0 +1,167 @@
+"""The configuration: which keys there are, and how a wrong one is refused."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    LRSchedulerTypeTuple,
+    SaveConfigCallback,
+    instantiate_class,
+)
+from torch.optim import Optimizer
+
+from molt import callbacks
+from molt.agents import Env
+from molt.algo import Correction, Estimator, PolicyLoss
+from molt.data import RolloutDataModule
+from molt.rollout.engine import EngineOptions
+from molt.types import Sampling
+
+BUILT_IN: dict[str, type[pl.Callback]] = {
+    "weight_sync": callbacks.WeightSync,
+    "throughput": callbacks.Throughput,
+    "evaluation": callbacks.Evaluation,
+    "rollout_log": callbacks.RolloutLog,
+    "report": callbacks.RunReport,
+    "checkpoint": callbacks.SaveCheckpoint,
+    "progress": callbacks.ProgressBar,
+    "graceful_stop": callbacks.GracefulStop,
+}
+"""Keys of the built-in callbacks, in the order in which they run."""
+
+ROLLOUT_ONLY = (
+    callbacks.WeightSync,
+    callbacks.Evaluation,
+    callbacks.RolloutLog,
+    callbacks.RunReport,
+)
+"""Callbacks that have nothing to do where nothing is rolled out."""
+
+REFUSED = {
+    "gradient_clip_val": "set model.init_args.max_grad_norm",
+    "gradient_clip_algorithm": "gradients are clipped by norm, see model.init_args.max_grad_norm",
+    "accumulate_grad_batches": "a batch is split into micro-batches by "
+    "data.init_args.tokens_per_micro_batch",
+}
+"""Trainer options that have no effect here, with what to set instead."""
+
+
+class MoltParser(LightningArgumentParser):
+    """A parser that names the nearest key where one is not known."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the error in one sentence and exit with status 2."""
+        unknown = re.search(
+            r"Option '([\w.]+)' is not accepted|unrecognized arguments: --([\w.]+)|"
+            r"[Kk]ey '([\w.]+)' is not expected",
+            message,
+        )
+        if unknown:
+            key = next(group for group in unknown.groups() if group)
+            near = difflib.get_close_matches(key, set(self.known_keys()), n=1)
+            message = f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        self.exit(2, f"molt: {message}\n")
+
+    def known_keys(self) -> Iterator[str]:
+        """Yield every key, full and in its shortest form."""
+        for action in self._actions:
+            yield action.dest
+            yield action.dest.rsplit(".", 1)[-1]
+        bases = (pl.LightningModule, pl.LightningDataModule, Estimator, PolicyLoss, Env)
+        for cls in (*bases, Correction, Sampling, EngineOptions):
+            for known in descendants(cls):
+                yield from inspect.signature(known.__init__).parameters
+
+
+def descendants(cls: type) -> Iterator[type]:
+    """Yield a class and all of its subclasses that are loaded."""
+    yield cls
+    for child in cls.__subclasses__():
+        yield from descendants(child)
+
+
+class MoltCLI(LightningCLI):
+    """Lightning's command line with Molt's callbacks, strategy and optimizer handling."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=MoltParser,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=SaveConfigCallback,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                "strategy": "fsdp2",
+                "accelerator": "auto",
+                "devices": 1,
+                "use_distributed_sampler": False,
+                "num_sanity_val_steps": 0,
+                # The evaluation callback has its own schedule; this one never fires by itself.
+                "check_val_every_n_epoch": None,
+                "val_check_interval": 2**31,
+                "log_every_n_steps": 1,
+                "enable_model_summary": False,
+            },
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Give the built-in callbacks keys of their own, and the optimizer the top level."""
+        for key, callback in BUILT_IN.items():
+            parser.add_lightning_class_args(callback, key)
+        parser.add_optimizer_args((Optimizer,))
+        parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse what Lightning would ignore under manual optimization."""
+        trainer = self.config[self.subcommand].trainer
+        for key, advice in REFUSED.items():
+            if trainer[key] not in (None, 1):
+                self.parser.error(f"trainer.{key}={trainer[key]} has no effect; {advice}")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Build the trainer with the callbacks that the data calls for."""
+        keys = self._parser(self.subcommand).callback_keys
+        if not isinstance(self.datamodule, RolloutDataModule):
+            keys = [key for key in keys if not issubclass(BUILT_IN[key], ROLLOUT_ONLY)]
+        trainer = {**self._get(self.config_init, "trainer"), **kwargs}
+        return self._instantiate_trainer(trainer, [self._get(self.config_init, k) for k in keys])
+
+    def after_instantiate_classes(self) -> None:
+        """Have the optimizer built once the policy's parameters exist."""
+        optimizer = self._get(self.config_init, "optimizer")
+        if optimizer:
+            scheduler = self._get(self.config_init, "lr_scheduler")
+            self.model.configure_optimizers = partial(
+                build_optimizer, self.model, optimizer, scheduler
+            )
+
+
+def build_optimizer(
+    module: pl.LightningModule, optimizer: Namespace, scheduler: Namespace | None
+) -> Any:
+    """Build what ``optimizer`` and ``lr_scheduler`` say, over the module's parameters.
+
+    Args:
+        module: Whose parameters are optimized.
+        optimizer: ``class_path`` and ``init_args``.
+        scheduler: The same, stepped once per optimizer step.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    built: torch.optim.Optimizer = instantiate_class(trainable, optimizer)
+    if not scheduler:
+        return built
+    return [built], [instantiate_class(built, scheduler)]

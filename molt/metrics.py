@@ -1,0 +1,103 @@
+"""Every metric: its name, unit, meaning and healthy range, and how rollouts are measured.
+
+The names are the same in TensorBoard, the progress bar, the docs and the code; the x-axis is the
+optimizer step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from molt.types import Outcome, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a reader needs to know about one metric."""
+
+    meaning: str
+    """One sentence."""
+    healthy: str = ""
+    """What a healthy run shows."""
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("Mean reward of the batch's trajectories.", "rises"),
+    "reward/std": Metric("Population standard deviation of those rewards.", "above 0"),
+    "reward/group_zero_std_frac": Metric(
+        "Share of groups whose rewards are all equal: they give no gradient.", "below 0.8"
+    ),
+    "rollout/response_tokens_mean": Metric("Sampled tokens per trajectory."),
+    "rollout/turns_mean": Metric("Turns per trajectory."),
+    "rollout/segments_mean": Metric("Segments per trajectory; above 1 the agent rewrote history."),
+    "rollout/truncated_frac": Metric("Share cut off by a limit.", "below 0.1"),
+    "rollout/error_frac": Metric("Share of attempts that ended in a fault and were redone.", "0"),
+    "rollout/duration_s_mean": Metric("Seconds from reset to close."),
+    "policy/version": Metric("Policy version of the weights after this step."),
+    "policy/staleness_mean": Metric("Steps between sampling and training, over tokens."),
+    "policy/staleness_max": Metric("Largest staleness of a token.", "at most max_staleness"),
+    "policy/entropy": Metric("Mean entropy of the next-token distribution, in nats.", "above 0"),
+    "policy/kl_behavior": Metric(
+        "Estimate (k3) of KL(behavior || current), in nats per token.", "below 0.05"
+    ),
+    "policy/mismatch": Metric(
+        "Mean absolute log-prob difference between engine and trainer on tokens of staleness 0.",
+        "below 1e-4 in float32, below 0.1 in bfloat16",
+    ),
+    "policy/ratio_max": Metric("Largest importance ratio to the behavior policy.", "below 10"),
+    "policy/clipped_frac": Metric("Share of tokens whose gradient was clipped away.", "below 0.3"),
+    "policy/corrected_frac": Metric("Share of tokens whose weight was corrected.", "below 0.1"),
+    "loss/total": Metric("The loss that was differentiated."),
+    "loss/policy": Metric("Its policy part."),
+    "loss/sft": Metric("Negative log-prob per assistant token, in nats.", "falls"),
+    "optim/lr": Metric("Learning rate of the step."),
+    "optim/grad_norm": Metric("Gradient norm before clipping."),
+    "time/step_s": Metric("Seconds from one step to the next."),
+    "time/wait_rollouts_s": Metric("Seconds the trainer waited for rollouts.", "near 0"),
+    "time/forward_backward_s": Metric("Seconds in forward and backward passes."),
+    "time/optimizer_s": Metric("Seconds in clipping and the optimizer."),
+    "time/weight_sync_s": Metric("Seconds from the end of a step to confirmed weights."),
+    "perf/tokens_per_second": Metric("Trained tokens per second of wall time, all ranks."),
+    "perf/trainer_idle_frac": Metric("Share of the step the trainer waited.", "below 0.2"),
+    "perf/padding_frac": Metric("Share of the rows' room that balancing left unused."),
+    "perf/memory_gib": Metric("Resident memory of the trainer process, or of its GPU."),
+}
+"""Metrics of a step; evaluation adds ``eval/<set>/{mean,error_frac}``."""
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], group_index: Sequence[int]
+) -> dict[str, float]:
+    """Measure one batch of finished trajectories.
+
+    Args:
+        trajectories: The whole batch.
+        group_index: The group of each trajectory.
+    """
+    rewards = [t.reward for t in trajectories]
+    by_group: dict[int, set[float]] = {}
+    for reward, group in zip(rewards, group_index, strict=True):
+        by_group.setdefault(group, set()).add(reward)
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/group_zero_std_frac": fmean(len(values) == 1 for values in by_group.values()),
+        "rollout/response_tokens_mean": fmean(t.num_actions for t in trajectories),
+        "rollout/turns_mean": fmean(t.num_turns for t in trajectories),
+        "rollout/segments_mean": fmean(len(t.segments) for t in trajectories),
+        "rollout/truncated_frac": fmean(t.outcome is Outcome.TRUNCATED for t in trajectories),
+        "rollout/duration_s_mean": fmean(t.duration_s for t in trajectories),
+    }
+
+
+def evaluation_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Score one task set; an attempt that failed counts as a score of 0.
+
+    Args:
+        name: Name of the task set.
+        trajectories: One or more attempts at each of its tasks.
+    """
+    return {
+        f"eval/{name}/mean": fmean(t.score if t.outcome.trains else 0.0 for t in trajectories),
+        f"eval/{name}/error_frac": fmean(not t.outcome.trains for t in trajectories),
+    }

@@ -1,0 +1,80 @@
+"""Log-probs and entropies of action tokens without a tensor of the size of the vocabulary.
+
+A action tokens, H hidden size, V vocabulary, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 512
+"""Tokens whose scores over the vocabulary exist at one time."""
+
+
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return log-prob of the target and entropy of ``softmax(hidden @ weight.T / temperature)``.
+
+    Both are differentiable in ``hidden`` and ``weight``. The scores are computed again in the
+    backward pass, so that no more than ``CHUNK`` rows of them ever exist.
+
+    Args:
+        hidden: [A, H] the state that predicts each action token.
+        weight: [V, H] the output embedding.
+        targets: [A] int64, the action tokens.
+        temperature: [A] what divides the scores of each token.
+
+    Returns:
+        [A] fp32 log-probs, and [A] fp32 entropies in nats.
+    """
+    return _LinearLogprobs.apply(hidden, weight, targets, temperature.float())
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, normalizer = hidden.new_empty(
+            (3, hidden.shape[0]), dtype=torch.float32
+        ).unbind(0)
+        for rows in _chunks(hidden.shape[0]):
+            scores = _scores(hidden[rows], weight, temperature[rows])  # [C, V]
+            normalizer[rows] = scores.logsumexp(-1)
+            scores -= normalizer[rows, None]
+            logprobs[rows] = scores.gather(-1, targets[rows, None])[:, 0]
+            entropy[rows] = -(scores.exp() * scores).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, temperature, normalizer, entropy)
+        # Copies: autograd would take the rows of one tensor for views of each other.
+        return logprobs.clone(), entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_logprobs, grad_entropy = grad_outputs
+        hidden, weight, targets, temperature, normalizer, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for rows in _chunks(hidden.shape[0]):
+            logp = _scores(hidden[rows], weight, temperature[rows]) - normalizer[rows, None]
+            # d logp(target) / d score = onehot - p;  d entropy / d score = -p (logp + entropy)
+            pull = grad_logprobs[rows, None] + grad_entropy[rows, None] * (
+                logp + entropy[rows, None]
+            )  # [C, V]
+            grad = pull.mul_(logp.exp_()).neg_()
+            grad.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
+            grad = (grad / temperature[rows, None]).to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            grad_weight += grad.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(num_tokens: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, num_tokens, CHUNK)]
+
+
+def _scores(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
+    return (hidden @ weight.T).float() / temperature[:, None]  # [C, V]

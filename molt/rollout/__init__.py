@@ -1,0 +1,1 @@
+"""The rollout side: engines, workers and the producer, which generate while the trainer trains."""

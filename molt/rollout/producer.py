@@ -1,0 +1,231 @@
+"""The producer: dispatches tasks as far ahead as the buffer admits, and hands over batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from molt.rollout.buffer import Buffer
+from molt.rollout.spec import RolloutSpec
+from molt.rollout.worker import GroupRequest, GroupResult
+from molt.tasks import TaskStream
+from molt.types import Group, Outcome, Sampling, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+_RECENT_ATTEMPTS = 100
+_FEWEST_ATTEMPTS = 20
+
+
+class Producer:
+    """The actor between tasks and trainer.
+
+    It dispatches nothing before it is told a policy version.
+
+    Args:
+        spec: The rollout.
+        workers: Handles of the rollout workers.
+    """
+
+    def __init__(self, spec: RolloutSpec, workers: Sequence[Any]) -> None:
+        self.spec = spec
+        self.workers = list(workers)
+        self.stream = TaskStream(spec.tasks, spec.seed)
+        self.buffer = Buffer(
+            batch_groups=spec.groups_per_step,
+            lookahead=spec.lookahead,
+            max_staleness=spec.max_staleness,
+            num_tasks=len(spec.tasks),
+            max_steps=spec.max_steps,
+            first_step=spec.first_step,
+            position=spec.position,
+        )
+        self.version = -1
+        self.failures = FailureLog(spec.max_fault_frac)
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._running: set[asyncio.Task[None]] = set()
+        self._load = [0] * len(self.workers)
+        self._dropped = 0
+
+    async def start(self) -> None:
+        """Return once the producer is up."""
+
+    async def set_version(self, version: int) -> None:
+        """Learn what the engines serve from now on, and dispatch what that allows."""
+        self.version = version
+        self._dispatch()
+
+    async def next_batch(self, step: int, timeout_s: float) -> list[Group]:
+        """Return the groups of a step once they are finished.
+
+        Args:
+            step: The step that trains them; ask for each one once, in order.
+            timeout_s: Seconds to wait.
+
+        Raises:
+            RuntimeError: If they are not finished in time; says what is missing.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._raise_error()
+            groups = self.buffer.take(step)
+            if groups is not None:
+                return groups
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            except TimeoutError as error:
+                raise RuntimeError(self._stuck(step, timeout_s)) from error
+
+    async def evaluate(self, name: str, limit: int | None = None) -> list[Trajectory]:
+        """Try every task of an evaluation set; faults are part of the result.
+
+        Args:
+            name: Key of the task set.
+            limit: Number of tasks, from the front; all of them where None.
+        """
+        tasks = self.spec.eval_tasks[name]
+        count = len(tasks) if limit is None else min(limit, len(tasks))
+        sampling, size = self.spec.eval_sampling, self.spec.eval_group_size
+        requests = [
+            self._request(f"{name}-{index}", tasks[index], -1, size, sampling)
+            for index in range(count)
+        ]
+        results = await asyncio.gather(*(self._run(request) for request in requests))
+        return [trajectory for result in results for trajectory in result.trajectories]
+
+    async def state(self, step: int) -> dict[str, Any]:
+        """Return what a run that resumes at ``step`` needs as ``RolloutSpec.position``."""
+        return self.buffer.state(step)
+
+    async def stats(self) -> dict[str, float]:
+        """Return counts since the start, and what is in the buffer now."""
+        return {
+            "groups_in_flight": len(self.buffer.unfinished),
+            "groups_ready": self.buffer.num_ready,
+            "groups_dropped": self._dropped,
+            **self.failures.counts(),
+        }
+
+    def _dispatch(self) -> None:
+        if self.version < 0:
+            return
+        for ordinal in self.buffer.admit(self.version):
+            self._spawn(self._produce(ordinal, self.version))
+
+    async def _produce(self, ordinal: int, version: int) -> None:
+        task = self.stream[ordinal]
+        pass_index = ordinal // len(self.spec.tasks)
+        size, sampling = self.spec.group_size, self.spec.sampling
+        result = await self._run(self._request(f"g{ordinal}", task, pass_index, size, sampling))
+        self.failures.add(result)
+        if all(trajectory.outcome.trains for trajectory in result.trajectories):
+            group = Group(
+                id=f"g{ordinal}",
+                task_id=task.id,
+                ordinal=ordinal,
+                version=version,
+                trajectories=result.trajectories,
+            )
+            self.buffer.finish(group)
+        else:
+            log.warning("task %s is replaced:\n%s", task.id, result.faults[-1].error)
+            self._dropped += 1
+            self.buffer.drop(ordinal)
+            self._dispatch()
+        self._changed.set()
+
+    def _request(
+        self, group_id: str, task: Task, pass_index: int, size: int, sampling: Sampling
+    ) -> GroupRequest:
+        return GroupRequest(
+            group_id=group_id,
+            task=task,
+            pass_index=pass_index,
+            size=size,
+            sampling=sampling,
+            max_attempts=self.spec.max_attempts,
+        )
+
+    async def _run(self, request: GroupRequest) -> GroupResult:
+        index = self._load.index(min(self._load))
+        self._load[index] += 1
+        try:
+            return await self.workers[index].run_group.remote(request)
+        finally:
+            self._load[index] -= 1
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+            self._changed.set()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _stuck(self, step: int, timeout_s: float) -> str:
+        late = [f"g{ordinal}" for ordinal in self.buffer.unfinished]
+        return (
+            f"the batch of step {step} was not finished within {timeout_s:.0f} s: it takes "
+            f"{self.buffer.step_size(step)} groups, {self.buffer.num_ready} are finished, "
+            f"{len(late)} are in flight ({', '.join(late[:5])}...); "
+            f"engines serve version {self.version}"
+        )
+
+
+class FailureLog:
+    """Counts attempts and faults, and stops a run in which too many fail.
+
+    Args:
+        max_fault_frac: Share of the recent attempts that may fail.
+    """
+
+    def __init__(self, max_fault_frac: float) -> None:
+        self.max_fault_frac = max_fault_frac
+        self._recent: deque[bool] = deque(maxlen=_RECENT_ATTEMPTS)
+        self._kinds: Counter[Outcome] = Counter()
+        self._causes: Counter[str] = Counter()
+        self._tracebacks: dict[str, str] = {}
+        self._num_attempts = 0
+
+    def counts(self) -> dict[str, float]:
+        """Return the number of attempts, and of each kind of fault."""
+        kinds = (Outcome.ENVIRONMENT_FAULT, Outcome.INFRASTRUCTURE_FAULT)
+        return {"attempts": self._num_attempts, **{f"{k}s": self._kinds[k] for k in kinds}}
+
+    def add(self, result: GroupResult) -> None:
+        """Count a group.
+
+        Raises:
+            RuntimeError: If too many of the recent attempts failed; shows the commonest cause.
+        """
+        self._num_attempts += result.num_attempts
+        self._recent.extend([False] * (result.num_attempts - len(result.faults)))
+        for fault in result.faults:
+            self._recent.append(True)
+            self._kinds[fault.outcome] += 1
+            cause = fault.error.strip().rpartition("\n")[2]
+            self._causes[cause] += 1
+            self._tracebacks.setdefault(cause, fault.error)
+        faults = sum(self._recent)
+        if len(self._recent) < _FEWEST_ATTEMPTS:
+            return
+        if faults > self.max_fault_frac * len(self._recent):
+            cause, count = self._causes.most_common(1)[0]
+            raise RuntimeError(
+                f"{faults} of the last {len(self._recent)} attempts failed "
+                f"(max_fault_frac={self.max_fault_frac}); the commonest cause, {count} times:\n"
+                f"{self._tracebacks[cause]}"
+            )

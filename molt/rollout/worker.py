@@ -1,0 +1,120 @@
+"""Rollout workers: they run agents, thousands at a time in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from molt.agents import Renderer, run_env
+from molt.rollout.client import EngineClient
+from molt.rollout.spec import RolloutSpec
+from molt.types import Generation, Sampling, Task, Trajectory
+
+_THREADS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """A task to try several times."""
+
+    group_id: str
+    """Minted at dispatch."""
+    task: Task
+    """What to try."""
+    pass_index: int
+    """Pass over the tasks; part of the seed, so that every pass samples afresh."""
+    size: int
+    """Number of trajectories."""
+    sampling: Sampling
+    """How to sample."""
+    max_attempts: int
+    """Tries of each trajectory that ends in a fault."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupResult:
+    """What became of a group."""
+
+    trajectories: tuple[Trajectory, ...]
+    """The last attempt of every member."""
+    faults: tuple[Trajectory, ...]
+    """All attempts that ended in a fault, retried or not."""
+    num_attempts: int
+    """All attempts."""
+
+
+class RolloutWorker:
+    """The actor that runs agents against the engines.
+
+    Args:
+        spec: The rollout.
+        engines: Handles of the engine servers.
+    """
+
+    def __init__(self, spec: RolloutSpec, engines: Sequence[Any]) -> None:
+        self.spec = spec
+        self.client = EngineClient(engines, spec.request_timeout_s)
+        self.renderer = Renderer.from_pretrained(spec.model)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="environment")
+
+    async def start(self) -> None:
+        """Make room for environments that block."""
+        asyncio.get_running_loop().set_default_executor(self._threads)
+
+    async def run_group(self, request: GroupRequest) -> GroupResult:
+        """Try a task several times at once, each trajectory again where it ends in a fault."""
+        members = [self._member(request, member) for member in range(request.size)]
+        tries = await asyncio.gather(*members)
+        attempts = [trajectory for member in tries for trajectory in member]
+        return GroupResult(
+            trajectories=tuple(member[-1] for member in tries),
+            faults=tuple(t for t in attempts if not t.outcome.trains),
+            num_attempts=len(attempts),
+        )
+
+    async def _member(self, request: GroupRequest, member: int) -> list[Trajectory]:
+        attempts: list[Trajectory] = []
+        while len(attempts) < request.max_attempts:
+            attempts.append(await self._attempt(request, member, len(attempts)))
+            if attempts[-1].outcome.trains:
+                break
+        return attempts
+
+    async def _attempt(self, request: GroupRequest, member: int, attempt: int) -> Trajectory:
+        trajectory_id = f"{request.group_id}/{member}"
+        conversation = self.client.conversation(trajectory_id)
+
+        async def generate(token_ids: list[int], sampling: Sampling, turn: int) -> Generation:
+            seed = turn_seed(
+                self.spec.seed, request.task.id, request.pass_index, member, attempt, turn
+            )
+            return await conversation.generate(token_ids, sampling, seed)
+
+        return await run_env(
+            copy.deepcopy(self.spec.agent),
+            request.task,
+            trajectory_id,
+            generate,
+            self.renderer,
+            self.spec.limits,
+            self._with_end_of_turn(request.sampling),
+        )
+
+    def _with_end_of_turn(self, sampling: Sampling) -> Sampling:
+        """Stop at the template's end of turn, which is not always the model's end of sequence."""
+        stop = (*sampling.stop_token_ids, self.renderer.end_of_turn)
+        return dataclasses.replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop)))
+
+
+def turn_seed(
+    seed: int, task_id: str, pass_index: int, member: int, attempt: int, turn: int
+) -> int:
+    """Return the seed of a turn: the same in every process, 31 bits."""
+    key = f"{seed}/{task_id}/{pass_index}/{member}/{attempt}/{turn}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()) >> 1

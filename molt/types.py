@@ -1,0 +1,252 @@
+"""All that flows between the parts: tasks, segments, trajectories, groups and batches.
+
+T tokens of a segment, A action tokens, P tokens of a packed row, S segments of a row,
+R trajectories of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Outcome(StrEnum):
+    """How a trajectory ended; it decides whether the trajectory trains."""
+
+    COMPLETED = "completed"
+    """The agent came to its own end."""
+    TRUNCATED = "truncated"
+    """A limit of length, turns or time cut it off; it trains."""
+    POLICY_FAULT = "policy_fault"
+    """The policy's own doing; it trains with the reward that the environment gave."""
+    ENVIRONMENT_FAULT = "environment_fault"
+    """User code raised; never trains."""
+    INFRASTRUCTURE_FAULT = "infrastructure_fault"
+    """An engine, worker or deadline failed; never trains."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether a trajectory with this outcome carries a gradient."""
+        return self not in (Outcome.ENVIRONMENT_FAULT, Outcome.INFRASTRUCTURE_FAULT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One row of a task set: what the agent is asked, and what its reward needs to know."""
+
+    id: str
+    """Unique within the task set, stable between runs."""
+    messages: list[dict[str, Any]]
+    """The opening chat messages, each with ``role`` and ``content``."""
+    answer: Any = None
+    """The reference answer, where the task set has one."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the policy is sampled.
+
+    Sent to the engine in full, so that a model's own generation defaults never leak in. Only the
+    temperature changes the distribution, because only the temperature is undone by the loss.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token (evaluation only)."""
+    max_tokens: int = 256
+    """Most tokens that one turn may sample."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a turn, beside the model's own end of sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """What an engine returned for one request."""
+
+    token_ids: list[int]
+    """[T] the sampled tokens, the end-of-sequence token included."""
+    logprobs: list[float]
+    """[T] natural log of the probability each token was sampled with."""
+    policy_versions: list[int]
+    """[T] the policy version that sampled each token."""
+    finish_reason: str
+    """``stop``, ``length`` or ``abort``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Tokens that the policy saw as one growing context.
+
+    A trajectory is one segment, or several when the agent rewrote its history. A segment holds all
+    that a gradient needs, so it can be stored and replayed alone.
+
+    Example:
+        A prompt ``[5, 6]`` answered with ``[7, 8]`` by version 3::
+
+            Segment(
+                token_ids=np.array([5, 6, 7, 8]),
+                action_mask=np.array([False, False, True, True]),
+                behavior_logprobs=np.array([0.0, 0.0, -0.1, -0.7]),
+                policy_versions=np.array([-1, -1, 3, 3]),
+                temperature=1.0,
+                finish_reason="stop",
+            )
+    """
+
+    token_ids: NDArray[np.int64]
+    """[T] prompt, sampled and tool tokens in the order the model saw them."""
+    action_mask: NDArray[np.bool_]
+    """[T] true where the policy sampled the token."""
+    behavior_logprobs: NDArray[np.float32]
+    """[T] natural log under the policy that sampled the token; 0.0 elsewhere."""
+    policy_versions: NDArray[np.int64]
+    """[T] version that sampled the token; -1 elsewhere."""
+    temperature: float
+    """Temperature the actions were sampled with."""
+    finish_reason: str
+    """The engine's reason for the last turn: ``stop``, ``length`` or ``abort``."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could not have come from an engine."""
+        lengths = {
+            len(self.token_ids),
+            len(self.action_mask),
+            len(self.behavior_logprobs),
+            len(self.policy_versions),
+        }
+        if len(lengths) != 1:
+            raise ValueError(f"the fields of a segment differ in length: {sorted(lengths)}")
+        if len(self.action_mask) and self.action_mask[0]:
+            raise ValueError("the first token of a segment is an action, but nothing precedes it")
+        actions = self.behavior_logprobs[self.action_mask]
+        if not np.isfinite(actions).all() or (actions > 0).any():
+            raise ValueError(f"behavior log-probs must be finite and <= 0, got {actions}")
+        if not np.array_equal(self.policy_versions >= 0, self.action_mask):
+            raise ValueError("a version must be known for every action token, and for no other")
+
+    @property
+    def num_actions(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return int(self.action_mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One attempt of an agent at one task."""
+
+    id: str
+    """``<group id>/<member>``."""
+    task_id: str
+    """The task it tried."""
+    segments: tuple[Segment, ...]
+    """What the policy saw and sampled, in order; empty only where it failed before sampling."""
+    reward: float
+    """Sum of the rewards of its turns; meaningless where the outcome does not train."""
+    score: float
+    """Unshaped success in [0, 1]."""
+    outcome: Outcome
+    """How it ended."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation as text, for people."""
+    num_turns: int = 1
+    """Times the policy was asked."""
+    duration_s: float = 0.0
+    """Wall time from reset to close, in seconds."""
+    error: str = ""
+    """Traceback of the fault, if any."""
+
+    @property
+    def num_actions(self) -> int:
+        """Number of tokens that the policy sampled, over all segments."""
+        return sum(segment.num_actions for segment in self.segments)
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest policy version among its action tokens."""
+        versions = [s.policy_versions[s.action_mask] for s in self.segments if s.num_actions]
+        return min((int(v.min()) for v in versions), default=-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The trajectories of one task: what a group baseline is taken over."""
+
+    id: str
+    """Minted at dispatch, never derived from text or tokens."""
+    task_id: str
+    """The task they tried."""
+    ordinal: int
+    """Position of the task in the stream of tasks, counted over all passes."""
+    version: int
+    """Policy version served when the group was dispatched."""
+    trajectories: tuple[Trajectory, ...]
+    """One for each member that trains; faults are replaced before a group is finished."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MicroBatch:
+    """Segments packed into one row: what one forward and backward pass sees.
+
+    The first block has one entry per token of the row, the second one per action token, in row
+    order, so that a loss never meets a token that the policy did not sample.
+    """
+
+    token_ids: Tensor
+    """[P] int64, the segments one after another."""
+    position_ids: Tensor
+    """[P] int64, restarting at 0 with every segment."""
+    segment_lengths: list[int]
+    """[S] tokens of each segment."""
+    action_index: Tensor
+    """[A] int64, positions of the action tokens in the row."""
+    behavior_logprobs: Tensor
+    """[A] log-probs the tokens were sampled with."""
+    staleness: Tensor
+    """[A] int64, training step minus the version that sampled the token."""
+    temperature: Tensor
+    """[A] sampling temperature."""
+    segment_index: Tensor
+    """[A] int64 in [0, S), the segment of the row each action token belongs to."""
+    trajectory_index: Tensor
+    """[A] int64 in [0, R), the trajectory of the whole batch each action token belongs to."""
+    advantages: Tensor
+    """[A] filled in by the estimator before the first forward pass."""
+    weights: Tensor
+    """[A] weight of each token's loss; over all ranks and micro-batches they add up as the
+    aggregation says, so that the loss is a plain weighted sum."""
+
+    def to(self, device: Any) -> MicroBatch:
+        """Return a copy whose tensors are on ``device``."""
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in ((name, getattr(self, name)) for name in self.__slots__)
+        }
+        return MicroBatch(**moved)
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """One optimizer step's worth of rollouts, as one rank sees it."""
+
+    step: int
+    """Optimizer step that trains it: ``trainer.global_step`` before the update."""
+    micro_batches: list[MicroBatch]
+    """This rank's share; every rank has equally many."""
+    trajectories: list[Trajectory]
+    """[R] the whole batch, the same on every rank."""
+    group_index: Tensor
+    """[R] int64 in [0, G), the group of each trajectory."""
+    rewards: Tensor
+    """[R] rewards of the whole batch, clipped."""
+    action_counts: Tensor
+    """[R] int64, action tokens of each trajectory."""
+    num_tokens: int
+    """Tokens of the whole batch, prompts included."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures about the rollouts, already global."""

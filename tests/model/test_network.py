@@ -1,0 +1,57 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from molt.model import SEGMENT_ATTENTION, policy_logprobs
+from tests.models import tiny_dense, tiny_moe
+from tests.rows import loss, pack, plain, segments
+
+ROWS = segments()
+
+
+@pytest.fixture(scope="module", params=[tiny_dense, tiny_moe])
+def folder(request, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("model"))
+
+
+def load(folder, attention):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
+    )
+
+
+def test_a_packed_row_equals_its_segments_alone(folder):
+    packed, alone = load(folder, SEGMENT_ATTENTION), load(folder, "eager")
+    micro = pack(ROWS)
+    ours = policy_logprobs(packed, micro)
+    theirs = tuple(torch.cat(x) for x in zip(*(plain(alone, r) for r in ROWS), strict=True))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
+    loss(*ours, micro).backward()
+    loss(*theirs, micro).backward()
+    wanted = dict(alone.named_parameters())
+    for name, parameter in packed.named_parameters():
+        scale = wanted[name].grad.abs().max()
+        torch.testing.assert_close(
+            parameter.grad / scale, wanted[name].grad / scale, rtol=0, atol=5e-6
+        )
+
+
+def test_perturbing_one_segment_leaves_the_others_alone(folder):
+    model, micro = load(folder, SEGMENT_ATTENTION), pack(ROWS)
+    before, _ = policy_logprobs(model, micro)
+    start = sum(micro.segment_lengths[:3])
+    micro.token_ids[start : start + micro.segment_lengths[3]] += 1
+    after, _ = policy_logprobs(model, micro)
+    changed = (before - after).abs() > 1e-6
+    assert changed[micro.segment_index == 3].all()
+    assert not changed[micro.segment_index != 3].any()
+
+
+def test_the_row_of_a_rank_with_nothing_to_train_has_a_gradient_of_zero(folder):
+    model, micro = load(folder, SEGMENT_ATTENTION), pack([])
+    logprobs, entropy = policy_logprobs(model, micro)
+    loss(logprobs, entropy, micro).backward()
+    assert logprobs.shape == (0,)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or not parameter.grad.any(), name
+    assert model.get_input_embeddings().weight.grad is not None

@@ -1,0 +1,80 @@
+"""Run under torchrun: gradients of the same eight segments in many settings.
+
+Usage: gradients.py JOBS.json OUT.pt. A job says how the strategy is made and which segments each
+rank packs into which row; the file gets the whole gradients and the norm before clipping.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import transformers
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import nn
+
+from molt.parallel import FSDP2Strategy
+from tests.rows import loss, pack, segments
+
+MAX_NORM = 0.1
+
+
+def connect(**options: Any) -> FSDP2Strategy:
+    """A strategy that is ready to build a policy, without a trainer around it."""
+    strategy = FSDP2Strategy(**options)
+    strategy.cluster_environment = TorchElasticEnvironment()
+    strategy.accelerator = CPUAccelerator()
+    strategy.parallel_devices = [torch.device("cpu")] * strategy.world_size
+    strategy.setup_environment()
+    return strategy
+
+
+def whole(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, gathered from all ranks."""
+    return {name: p.full_tensor().detach().clone() for name, p in policy.named_parameters()}
+
+
+def gradients(job: dict[str, Any]) -> dict[str, Any]:
+    """Forward and backward of this rank's rows, clipping, and one step of the optimizer."""
+    strategy = connect(**job["strategy"])
+    policy = strategy.build_policy(job["model"])
+    rows, logprobs = segments(), torch.zeros(0)
+    mine = [pack([rows[i] for i in row]) for row in job["rows"][strategy.data_rank]]
+    for micro in strategy.accumulate(policy, mine):
+        logprobs, entropy = policy.logprobs(micro)
+        loss(logprobs, entropy, micro).backward()
+    grads = {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
+    norm = strategy.clip_grad_norm_(policy, 0)
+    assert strategy.clip_grad_norm_(policy, MAX_NORM) == norm
+    clipped = strategy.clip_grad_norm_(policy, 0)
+    before = whole(policy)
+    torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0).step()
+    return {
+        "gradients": grads,
+        "norm": norm,
+        "clipped": clipped,
+        "before": before,
+        "after": whole(policy),
+        "master_dtypes": {p.dtype for p in policy.parameters()},
+        "logprob_dtype": logprobs.dtype,
+        "tied": policy.get_output_embeddings().weight is policy.get_input_embeddings().weight,
+        "sum_of_ranks": strategy.all_reduce(torch.tensor(strategy.data_rank + 1.0)).item(),
+        "max_of_ranks": strategy.all_reduce(torch.tensor(strategy.data_rank), "max").item(),
+        "from_rank_zero": strategy.broadcast({"rank": strategy.data_rank}),
+        "data_size": strategy.data_size,
+    }
+
+
+def main(jobs: str, out: str) -> None:
+    """Run all jobs on all ranks; rank 0 writes."""
+    transformers.utils.logging.disable_progress_bar()
+    with open(jobs) as file:
+        results = {name: gradients(job) for name, job in json.load(file).items()}
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, out)
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
