@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from rich.console import Console
+from rich.table import Table
 
 from molt.callbacks.throughput import memory_gib
 from molt.module import PolicyModule

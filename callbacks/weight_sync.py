@@ -2,6 +2,7 @@
 
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,7 +29,7 @@ class WeightSync(pl.Callback):
             raise ValueError(f"weight_sync.every_n_steps={every_n_steps} is not positive")
         self.every_n_steps = every_n_steps
         self.timeout_s = timeout_s
-        self.transport = SharedMemory()
+        self.transport = SharedMemory(uuid4().hex[:12])  # rank 0 decides on the name
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Tell the data module that its engines will be fed."""

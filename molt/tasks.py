@@ -113,21 +113,17 @@ class TaskStream:
     def __init__(self, tasks: TaskSet, seed: int) -> None:
         self.tasks = tasks
         self.seed = seed
-        self._orders: dict[int, list[int]] = {}
+        self._pass = -1
+        self._order: list[int] = []
 
     def __getitem__(self, ordinal: int) -> Task:
         """Return the task at a position counted over all passes."""
         pass_index, place = divmod(ordinal, len(self.tasks))
-        return self.tasks[self._order(pass_index)[place]]
-
-    def _order(self, pass_index: int) -> list[int]:
-        if pass_index not in self._orders:
-            order = list(range(len(self.tasks)))
-            random.Random(f"{self.seed}/{pass_index}").shuffle(order)
-            # Stragglers reach back one pass, so two orders are worth keeping.
-            self._orders = {p: o for p, o in self._orders.items() if p == pass_index - 1}
-            self._orders[pass_index] = order
-        return self._orders[pass_index]
+        if pass_index != self._pass:
+            self._pass = pass_index
+            self._order = list(range(len(self.tasks)))
+            random.Random(f"{self.seed}/{pass_index}").shuffle(self._order)
+        return self.tasks[self._order[place]]
 
 
 def _is_message(message: Any) -> bool:

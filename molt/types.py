@@ -49,7 +49,7 @@ class Task:
     """The row's other columns."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: jsonargparse reads a default's __dict__
 class Sampling:
     """How the policy is sampled.
 

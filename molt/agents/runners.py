@@ -6,7 +6,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from molt.agents.env import Env, Observation, RewardError, StepResult, call, finite
@@ -147,11 +147,7 @@ class _Attempt:
 
     async def _ask(self) -> Generation:
         room = self.limits.max_context - len(self.session.token_ids)
-        sampling = Sampling(
-            temperature=self.sampling.temperature,
-            max_tokens=min(self.sampling.max_tokens, room),
-            stop_token_ids=self.sampling.stop_token_ids,
-        )
+        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
         # Left standing when the call raises: it tells whose fault the exception is.
         self.asking = True
         generation = await self.generate(list(self.session.token_ids), sampling, self.num_turns)

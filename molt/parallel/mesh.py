@@ -31,30 +31,37 @@ class Degrees:
                 )
 
     def data_shard(self, world_size: int) -> int:
-        """Return the processes over which one copy of the model is sharded.
+        """Return the number of processes that hold different rows within one copy of the model.
 
         Args:
             world_size: Number of processes.
         """
-        rest = world_size
+        left = world_size
         for key, degree in self._by_key().items():
-            whole = rest if key != "expert_parallel" else rest * self.context * self.tensor
-            if whole % degree:
-                raise ValueError(
-                    f"trainer.strategy.init_args.{key}={degree} does not divide the "
-                    f"{whole} of {world_size} trainer processes that are left for it"
-                )
-            rest = rest // degree if key != "expert_parallel" else rest
-        return rest
+            if key == "expert_parallel":
+                continue
+            _check_divides(key, degree, left, world_size)
+            left //= degree
+        # Experts are spread over all processes of one copy, whatever else these share.
+        copy = left * self.context * self.tensor
+        _check_divides("expert_parallel", self.expert, copy, world_size)
+        return left
 
     def _by_key(self) -> dict[str, int]:
-        # Experts come last: they are spread over the processes that the others leave to the data.
         return {
             "data_replicate": self.data_replicate,
             "context_parallel": self.context,
             "tensor_parallel": self.tensor,
             "expert_parallel": self.expert,
         }
+
+
+def _check_divides(key: str, degree: int, left: int, world_size: int) -> None:
+    if left % degree:
+        raise ValueError(
+            f"trainer.strategy.init_args.{key}={degree} does not divide the {left} of {world_size} "
+            "trainer processes that are left for it"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -20,6 +21,15 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from molt.model import SEGMENT_ATTENTION
 from molt.parallel.mesh import Meshes
+
+_SCORE_CHANGES = (
+    "final_logit_softcapping",
+    "lm_head_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "output_logit_soft_cap",
+    "output_multiplier",
+)
 
 
 def model_folder(path: str) -> Path:
@@ -50,12 +60,7 @@ def empty_model(folder: Path) -> PreTrainedModel:
         folder: The checkpoint.
     """
     config = AutoConfig.from_pretrained(folder)
-    layers = set(config.get_text_config().to_dict().get("layer_types") or ())
-    if foreign := layers - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"model.init_args.model={folder} has layers of type {sorted(foreign)}: these carry "
-            "state from one segment of a packed row to the next; only attention is supported"
-        )
+    _check_supported(config.get_text_config().to_dict(), folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=SEGMENT_ATTENTION
@@ -64,6 +69,21 @@ def empty_model(folder: Path) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the engine samples without, and the ratio compares with it
     return model.train()
+
+
+def _check_supported(config: dict[str, Any], folder: Path) -> None:
+    layers = set(config.get("layer_types") or ())
+    if foreign := layers - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"model.init_args.model={folder} has layers of type {sorted(foreign)}: these carry "
+            "state from one segment of a packed row to the next; only attention is supported"
+        )
+    changed = {key: config[key] for key in _SCORE_CHANGES if config.get(key) not in (None, 1)}
+    if changed:
+        raise ValueError(
+            f"model.init_args.model={folder} sets {changed}, which change the scores after the "
+            "output embedding; that is not supported"
+        )
 
 
 def shard(
@@ -111,6 +131,7 @@ def load_weights(model: PreTrainedModel, folder: Path, device: torch.device) -> 
     """
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(folder),
+        ignore_mismatched_sizes=True,  # refused below, with the names
         device_map={"": device},
         dtype=torch.float32,
         weight_mapping=get_model_conversion_mapping(model),  # pyrefly: ignore[bad-argument-type]

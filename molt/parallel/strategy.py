@@ -122,6 +122,8 @@ class FSDP2Strategy(ParallelStrategy):
         shard(model, self._meshes, precision, self.cpu_offload)
         device = torch.device("cpu") if self.cpu_offload else self.root_device
         load_weights(model, folder, device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.root_device)  # offloading is for parameters only
         policy = cast(Policy, model)
         policy.logprobs = MethodType(policy_logprobs, model)
         register_fsdp_forward_method(policy, "logprobs")

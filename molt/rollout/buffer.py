@@ -145,11 +145,12 @@ class Buffer:
         return {"cursor": cursor, "ahead": sorted(o for o in settled if o >= cursor)}
 
     def _allowed(self) -> int:
-        horizon = self._version + 1 + self.lookahead
-        if self.max_steps is not None:
-            horizon = min(horizon, float(self.max_steps))
-        whole = math.floor(horizon)
-        return self._groups_before(whole) + int((horizon - whole) * self.step_size(whole))
+        ahead = math.floor(self.lookahead)
+        whole, part = self._version + 1 + ahead, self.lookahead - ahead
+        if self.max_steps is not None and whole >= self.max_steps:
+            return self._groups_before(self.max_steps)
+        # Rounded first: 0.29 of 100 groups are 29, not 28.999.
+        return self._groups_before(whole) + int(round(part * self.step_size(whole), 6))
 
     def _groups_before(self, step: int) -> int:
         """Return how many groups the steps before ``step`` train."""

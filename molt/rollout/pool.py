@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from molt.types import Group, Trajectory
 
 # The far end keeps the deadline it was given; this much longer and it is dead.
 _GRACE_S = 15.0
+_ASK_S = 0.5
 _OBJECT_STORE_BYTES = 512 << 20
 _MAX_CONCURRENCY = 10_000
 
@@ -66,13 +69,17 @@ class RolloutPool:
             num_cpus=1,
             num_gpus=gpus,
             max_concurrency=_MAX_CONCURRENCY,
-            runtime_env={"env_vars": engine_env(options)},
+            runtime_env={"env_vars": {**_environment(), **engine_env(options)}},
         )
         engines = [
             serve.remote(partial(engine, spec.model, options, options.dtype or dtype, seed))
             for seed in range(spec.seed, spec.seed + options.count)
         ]
-        light = {"num_cpus": 1, "max_concurrency": _MAX_CONCURRENCY}
+        light = {
+            "num_cpus": 1,
+            "max_concurrency": _MAX_CONCURRENCY,
+            "runtime_env": {"env_vars": _environment()},
+        }
         work = ray.remote(RolloutWorker).options(**light)
         workers = [work.remote(spec, engines) for _ in range(spec.num_workers)]
         producer = ray.remote(Producer).options(**light).remote(spec, workers)
@@ -94,27 +101,49 @@ class RolloutPool:
             raise RuntimeError(f"{missing} did not start within {timeout_s:.0f} s; {_logs()}")
         return self._get(self._starting, timeout_s)[: len(self._engines)]
 
-    def next_batch(self, step: int, timeout_s: float) -> list[Group]:
+    def begin(self, first_step: int, position: dict[str, Any] | None) -> None:
+        """Begin with the training tasks; a second call does nothing.
+
+        Args:
+            first_step: The step to train first.
+            position: What ``state`` returned at that step, if the run is resumed.
+        """
+        self._get(self._producer.begin.remote(first_step, position), _GRACE_S)
+
+    def next_batch(
+        self, step: int, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> list[Group] | None:
         """Return the groups that a step trains, waiting for them.
 
         Args:
             step: The step; ask for each one once, in order.
             timeout_s: Seconds to wait.
+            should_stop: Asked now and then; ends the wait, and the result is None.
         """
-        return self._get(self._producer.next_batch.remote(step, timeout_s), timeout_s)
+        import ray
 
-    def evaluate(self, name: str, timeout_s: float, limit: int | None = None) -> list[Trajectory]:
+        ref = self._producer.next_batch.remote(step, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not ray.wait([ref], timeout=_ASK_S)[0] and time.monotonic() < deadline:
+            if should_stop():
+                return None
+        return self._get(ref, _GRACE_S)
+
+    def evaluate(
+        self, name: str, timeout_s: float, first: int = 0, stop: int | None = None
+    ) -> list[Trajectory]:
         """Try the tasks of an evaluation set.
 
         Args:
             name: Key in ``RolloutSpec.eval_tasks``.
             timeout_s: Seconds to wait.
-            limit: Number of tasks, from the front; all of them where None.
+            first: The first task.
+            stop: The task to stop before; None tries all that follow.
 
         Returns:
             ``eval_group_size`` trajectories for each task, faults among them.
         """
-        return self._get(self._producer.evaluate.remote(name, limit), timeout_s)
+        return self._get(self._producer.evaluate.remote(name, first, stop), timeout_s)
 
     def load_weights(self, manifest: Manifest, version: int, timeout_s: float) -> list[Receipt]:
         """Make every engine serve published weights, then let the producer know.
@@ -177,8 +206,6 @@ class RolloutPool:
 
 def _connect(cpus: int, gpus: int, options: EngineOptions) -> None:
     """Join the cluster of RAY_ADDRESS, or start one that only this machine can reach."""
-    # Ray would turn token authentication on for this process alone, and lock the others out.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -202,6 +229,16 @@ def _connect(cpus: int, gpus: int, options: EngineOptions) -> None:
                 f"{options.tensor_parallel} needs {needed} {kind}s in the Ray cluster, "
                 f"which has {resources.get(kind, 0):.0f}"
             )
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that every actor starts with."""
+    return {
+        # The user's agents live outside the installation.
+        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+        # Inherited from torchrun, it would make an engine wait for the trainer's rendezvous.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
 
 
 def _logs() -> str:

@@ -24,7 +24,7 @@ _FEWEST_ATTEMPTS = 20
 class Producer:
     """The actor between tasks and trainer.
 
-    It dispatches nothing before it is told a policy version.
+    It dispatches nothing before it is told where to begin and which policy version is served.
 
     Args:
         spec: The rollout.
@@ -35,15 +35,7 @@ class Producer:
         self.spec = spec
         self.workers = list(workers)
         self.stream = TaskStream(spec.tasks, spec.seed)
-        self.buffer = Buffer(
-            batch_groups=spec.groups_per_step,
-            lookahead=spec.lookahead,
-            max_staleness=spec.max_staleness,
-            num_tasks=len(spec.tasks),
-            max_steps=spec.max_steps,
-            first_step=spec.first_step,
-            position=spec.position,
-        )
+        self._buffer: Buffer | None = None
         self.version = -1
         self.failures = FailureLog(spec.max_fault_frac)
         self._error: BaseException | None = None
@@ -54,6 +46,32 @@ class Producer:
 
     async def start(self) -> None:
         """Return once the producer is up."""
+
+    @property
+    def buffer(self) -> Buffer:
+        """The schedule of the training tasks."""
+        assert self._buffer is not None, "the producer was not told where to begin"
+        return self._buffer
+
+    async def begin(self, first_step: int, position: dict[str, Any] | None) -> None:
+        """Begin with the training tasks; a second call does nothing.
+
+        Args:
+            first_step: The step to train first.
+            position: What ``state`` returned at that step, if the run is resumed.
+        """
+        if self._buffer is not None:
+            return
+        self._buffer = Buffer(
+            batch_groups=self.spec.groups_per_step,
+            lookahead=self.spec.lookahead,
+            max_staleness=self.spec.max_staleness,
+            num_tasks=len(self.spec.tasks),
+            max_steps=self.spec.max_steps,
+            first_step=first_step,
+            position=position,
+        )
+        self._dispatch()
 
     async def set_version(self, version: int) -> None:
         """Learn what the engines serve from now on, and dispatch what that allows."""
@@ -82,25 +100,25 @@ class Producer:
             except TimeoutError as error:
                 raise RuntimeError(self._stuck(step, timeout_s)) from error
 
-    async def evaluate(self, name: str, limit: int | None = None) -> list[Trajectory]:
-        """Try every task of an evaluation set; faults are part of the result.
+    async def evaluate(self, name: str, first: int, stop: int | None) -> list[Trajectory]:
+        """Try the tasks of an evaluation set; faults are part of the result.
 
         Args:
             name: Key of the task set.
-            limit: Number of tasks, from the front; all of them where None.
+            first: The first task.
+            stop: The task to stop before; None tries all that follow.
         """
         tasks = self.spec.eval_tasks[name]
-        count = len(tasks) if limit is None else min(limit, len(tasks))
         sampling, size = self.spec.eval_sampling, self.spec.eval_group_size
         requests = [
             self._request(f"{name}-{index}", tasks[index], -1, size, sampling)
-            for index in range(count)
+            for index in range(*slice(first, stop).indices(len(tasks)))
         ]
         results = await asyncio.gather(*(self._run(request) for request in requests))
         return [trajectory for result in results for trajectory in result.trajectories]
 
     async def state(self, step: int) -> dict[str, Any]:
-        """Return what a run that resumes at ``step`` needs as ``RolloutSpec.position``."""
+        """Return what a run that resumes at ``step`` needs as its ``position``."""
         return self.buffer.state(step)
 
     async def stats(self) -> dict[str, float]:
@@ -113,7 +131,7 @@ class Producer:
         }
 
     def _dispatch(self) -> None:
-        if self.version < 0:
+        if self._buffer is None or self.version < 0:
             return
         for ordinal in self.buffer.admit(self.version):
             self._spawn(self._produce(ordinal, self.version))
@@ -167,8 +185,9 @@ class Producer:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._error = self._error or task.exception()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._error = self._error or error
             self._changed.set()
 
     def _raise_error(self) -> None:

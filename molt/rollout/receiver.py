@@ -38,6 +38,10 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of every tensor, by name."""
 
 
+LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What the loaders of vLLM's models raise at a name or shape that is not theirs."""
+
+
 class WeightReceiver:
     """Mixed into vLLM's worker as its extension class."""
 
@@ -79,9 +83,8 @@ class WeightReceiver:
             kernels = _forget_expert_kernels(model)
             try:
                 problem = _load_counted(model, tensors, tied)
-            except (ValueError, KeyError, AssertionError, RuntimeError) as error:
-                problem = f"vLLM cannot load them: {error!r}"
             finally:
+                _drop_incomplete(model)
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
                 _recall_expert_kernels(kernels)
             _repack(tied)
@@ -135,8 +138,12 @@ def _load_counted(
     model: nn.Module, tensors: list[tuple[str, Tensor]], tied: list[ParallelLMHead]
 ) -> str:
     """Run the model's own loader; return which names it skipped and which layers lack weights."""
-    with _CopyWatch() as watch:
-        model.load_weights(watch.offer(tensors))
+    watch = _CopyWatch()
+    try:
+        with watch:
+            model.load_weights(watch.offer(tensors))
+    except LOADER_ERRORS as error:
+        return f"unexpected: {watch.offered} (vLLM: {error!r})"
     skipped = sorted(name for name, _ in tensors if name not in watch.copied)
     lacking = [
         f"{name} ({loaded} of {total} elements)"
@@ -159,6 +166,16 @@ def _missing_elements(layer: nn.Module, tied: list[ParallelLMHead]) -> Iterator[
         if padded or any(layer is head for head in tied):
             return
     yield info.load_numel, info.load_numel_total or 0
+
+
+def _drop_incomplete(model: nn.Module) -> None:
+    """Give layers that got only a part of their weights back what they had."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        padded = isinstance(layer, VocabParallelEmbedding)
+        if info.can_load() and not padded and not is_deferred_attention_layer(layer):
+            info.load_numel = 0
+            info.loaded_weights.clear()
 
 
 def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from molt.agents import Env, Limits
 from molt.tasks import TaskSet
@@ -39,7 +38,7 @@ class RolloutSpec:
     """Steps of the whole run; None has no end."""
     eval_tasks: Mapping[str, TaskSet] = field(default_factory=dict)
     """Task sets to score, by name."""
-    eval_sampling: Sampling = Sampling(temperature=0.0)  # noqa: RUF009  (frozen)
+    eval_sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     """How the policy is sampled for scoring."""
     eval_group_size: int = 1
     """Trajectories of each task that is scored."""
@@ -51,7 +50,3 @@ class RolloutSpec:
     """Share of recent attempts that may fail before the run stops."""
     num_workers: int = 1
     """Processes that run agents."""
-    first_step: int = 0
-    """The step to train first."""
-    position: dict[str, Any] | None = None
-    """What ``RolloutPool.state`` returned at that step."""

@@ -44,7 +44,8 @@ def gradients(job: dict[str, Any]) -> dict[str, Any]:
     for micro in strategy.accumulate(policy, mine):
         logprobs, entropy = policy.logprobs(micro)
         loss(logprobs, entropy, micro).backward()
-    grads = {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
+    # Copies, because on one rank the whole gradient is the very one that clipping scales.
+    grads = {name: p.grad.full_tensor().clone() for name, p in policy.named_parameters()}
     norm = strategy.clip_grad_norm_(policy, 0)
     assert strategy.clip_grad_norm_(policy, MAX_NORM) == norm
     clipped = strategy.clip_grad_norm_(policy, 0)

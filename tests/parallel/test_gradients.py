@@ -79,9 +79,7 @@ def test_gradients_do_not_depend_on_packing_and_ranks(results, oracle, model, se
     found, wanted = results[f"{model}/{setting}"]["gradients"], oracle[model]
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
-        torch.testing.assert_close(
-            found[name], grad, rtol=0, atol=1e-6, msg=lambda m: f"{name}: {m}"
-        )
+        assert (found[name] - grad).abs().max() < 1e-6, name
 
 
 @pytest.mark.parametrize("setting", [*ONE, *TWO])

@@ -1,13 +1,30 @@
 """An engine without a model: its tokens are a function of the seed alone."""
 
+import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 from molt.rollout.engine import EngineOptions, Receipt
 from molt.rollout.weights import Manifest
-from molt.types import Generation, Sampling
+from molt.types import Generation, Sampling, Task
 
-FAIL = "fail-here"
+
+class Rows:
+    """Tasks without a file."""
+
+    def __init__(self, count: int, name: str = "row") -> None:
+        self.count, self.name = count, name
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Task:
+        messages = [{"role": "user", "content": f"question {index}"}]
+        return Task(id=f"{self.name}:{index}", messages=messages)
+
+    def digest(self) -> str:
+        return f"{self.name}{self.count}"
 
 
 class FakeEngine:
@@ -37,3 +54,18 @@ class FakeEngine:
         return Receipt(version=version, digest=manifest.digest, num_tensors=len(manifest.specs))
 
     async def health(self) -> None: ...
+
+
+class Local:
+    """Calls an actor's methods in this process, as a Ray handle would in another."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> asyncio.Future:
+            self.calls.append(name)
+            return asyncio.ensure_future(getattr(self.actor, name)(*args))
+
+        return SimpleNamespace(remote=remote)

@@ -1,0 +1,120 @@
+"""What a user can set wrong gets a sentence, before Ray or vLLM starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import ray
+
+from molt import PolicyModule, RolloutDataModule
+from molt.agents import SingleTurn
+from molt.callbacks import WeightSync
+from molt.parallel import FSDP2Strategy
+from molt.rollout.engine import EngineOptions
+from molt.tasks import JsonlTasks
+from molt.types import Sampling, Task
+from tests.models import tiny_dense
+
+
+def always_one(task: Task, answer: str) -> float:
+    return 1.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_dense(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def data(tmp_path: Path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+
+    def make(**settings: Any) -> RolloutDataModule:
+        return RolloutDataModule(
+            **{"tasks": JsonlTasks(str(path)), "agent": SingleTurn(always_one)} | settings
+        )
+
+    return make
+
+
+def fit(
+    model: Path | str, data: RolloutDataModule, *callbacks: pl.Callback, **options: Any
+) -> None:
+    trainer = pl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "strategy": FSDP2Strategy(param_dtype="float32"),
+            "max_steps": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "callbacks": list(callbacks),
+        }
+        | options
+    )
+    trainer.fit(PolicyModule(str(model)), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 0}, "group_size=0 is not positive"),
+        ({"groups_per_step": 0}, "groups_per_step=0 is not positive"),
+        ({"max_staleness": -1, "lookahead": -1}, "max_staleness=-1 is negative"),
+        ({"lookahead": 3, "max_staleness": 2}, "lookahead=3 is not between 0 and .*staleness=2"),
+        ({"sampling": Sampling(temperature=0.0)}, "temperature=0.0"),
+    ],
+)
+def test_settings_that_contradict_each_other(data: Any, settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        data(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 1}, "group_size=1 leaves GRPO without a baseline; at least 2"),
+        ({"sampling": Sampling(max_tokens=128), "engines": EngineOptions(max_model_len=128)},
+         "max_tokens=128 leaves no room for a prompt .*max_model_len=128"),
+        ({"engines": EngineOptions(max_model_len=10**6)}, "max_model_len=1000000 is beyond"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_the_model(data: Any, model: Path, settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        fit(model, data(**settings), WeightSync())
+    assert not ray.is_initialized()
+
+
+def test_a_missing_model(data: Any):
+    with pytest.raises(ValueError, match="model=/nowhere is not a folder"):
+        fit("/nowhere", data(), WeightSync())
+    assert not ray.is_initialized()
+
+
+def test_a_model_without_a_chat_template(data: Any, tmp_path: Path):
+    folder = tiny_dense(tmp_path / "bare")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"without a chat template; add chat_template\.jinja"):
+        fit(folder, data(), WeightSync())
+    assert not ray.is_initialized()
+
+
+def test_weights_that_nobody_would_sync(data: Any, model: Path):
+    with pytest.raises(ValueError, match=r"no WeightSync.*add molt\.callbacks\.WeightSync"):
+        fit(model, data())
+
+
+def test_a_sync_too_rare_for_the_lookahead(data: Any, model: Path):
+    with pytest.raises(ValueError, match="every_n_steps=3 starves the trainer with .*lookahead=1"):
+        fit(model, data(lookahead=1), WeightSync(every_n_steps=3))
+
+
+def test_a_strategy_that_cannot_shard(data: Any, model: Path):
+    with pytest.raises(ValueError, match="set trainer.strategy=molt.parallel.FSDP2Strategy"):
+        fit(model, data(), WeightSync(), strategy="auto")
