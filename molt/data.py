@@ -197,6 +197,12 @@ class RolloutDataModule(pl.LightningDataModule):
         size = self.groups_per_step
         return EvalLoader(self, [("tasks", i, i + size) for i in range(0, len(self.tasks), size)])
 
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Leave the batch where it is: the strategy moves one micro-batch at a time."""
+        return batch
+
     def state_dict(self) -> dict[str, Any]:
         """Return which tasks were trained, so that a resumed run trains each of them once."""
         if self.pool is None:  # Lightning keeps what rank 0 returns

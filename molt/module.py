@@ -163,7 +163,8 @@ class PolicyModule(pl.LightningModule):
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Log the scores of one task set."""
-        self.log_dict(evaluation_metrics(batch.name, batch.trajectories), sync_dist=True)
+        metrics = evaluation_metrics(batch.name, batch.trajectories)
+        self.log_dict(metrics, sync_dist=True, batch_size=1)
 
     def test_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Log the scores of one task set."""

@@ -86,10 +86,11 @@ class SingleTurn(Env):
     """The environment of one question and one answer.
 
     Args:
-        reward: Scores an answer; called with the task and the text of the answer.
+        reward: Scores an answer; called with the task and the text of the answer. A coroutine
+            function spares the thread, which counts where thousands of rewards are quick.
     """
 
-    def __init__(self, reward: Callable[[Task, str], float]) -> None:
+    def __init__(self, reward: Callable[[Task, str], float | Awaitable[float]]) -> None:
         self.reward = reward
         self.task: Task | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.end_of_turn = self._end_of_turn()
+        self._last: tuple[list[dict[str, Any]], list[int]] = ([], [])
 
     @classmethod
     def from_pretrained(cls, model: str) -> Renderer:
@@ -42,7 +44,11 @@ class Renderer:
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the ids of an opening conversation, up to where the policy takes over."""
-        return self._encode(self._render(messages, generate=True))
+        # The members of a group begin one after another, with the same messages.
+        if messages != self._last[0]:
+            ids = self._encode(self._render(messages, generate=True))
+            self._last = (copy.deepcopy(messages), ids)
+        return list(self._last[1])
 
     def continuation(self, messages: list[dict[str, Any]], last_token: int) -> list[int]:
         """Return the ids between a sampled turn and the next one.

@@ -169,7 +169,8 @@ class _Attempt:
         return result
 
     async def _user(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.wait_for(call(function, *args), self.limits.timeout_s)
+        async with asyncio.timeout(self.limits.timeout_s):
+            return await call(function, *args)
 
 
 def _expect(value: object, kind: type, method: str) -> None:

@@ -39,9 +39,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, normalizer = hidden.new_empty(
-            (3, hidden.shape[0]), dtype=torch.float32
-        ).unbind(0)
+        logprobs = torch.empty_like(temperature)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in _chunks(hidden.shape[0]):
             scores = _scores(hidden[rows], weight, temperature[rows])  # [C, V]
             normalizer[rows] = scores.logsumexp(-1)
@@ -49,8 +48,7 @@ class _LinearLogprobs(torch.autograd.Function):
             logprobs[rows] = scores.gather(-1, targets[rows, None])[:, 0]
             entropy[rows] = -(scores.exp() * scores).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, temperature, normalizer, entropy)
-        # Copies: autograd would take the rows of one tensor for views of each other.
-        return logprobs.clone(), entropy.clone()
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -59,14 +57,14 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(hidden.shape[0]):
-            logp = _scores(hidden[rows], weight, temperature[rows]) - normalizer[rows, None]
+            logp = _scores(hidden[rows], weight, temperature[rows]).sub_(normalizer[rows, None])
             # d logp(target) / d score = onehot - p;  d entropy / d score = -p (logp + entropy)
             pull = grad_logprobs[rows, None] + grad_entropy[rows, None] * (
                 logp + entropy[rows, None]
             )  # [C, V]
             grad = pull.mul_(logp.exp_()).neg_()
             grad.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
-            grad = (grad / temperature[rows, None]).to(hidden.dtype)
+            grad = grad.div_(temperature[rows, None]).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.T @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
@@ -77,4 +75,4 @@ def _chunks(num_tokens: int) -> list[slice]:
 
 
 def _scores(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
-    return (hidden @ weight.T).float() / temperature[:, None]  # [C, V]
+    return (hidden @ weight.T).float().div_(temperature[:, None])  # [C, V]

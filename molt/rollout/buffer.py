@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from molt.types import Group
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Entry(Generic[T]):
     deadline: int
-    group: Group | None = None
+    group: T | None = None
 
 
-class Buffer:
-    """Groups between dispatch and training.
+class Buffer(Generic[T]):
+    """Groups between dispatch and training, in whatever form the caller keeps them.
 
     Two rules make the staleness bound hard without dropping anything for age. Admission: while
     the engines serve version v, no more groups are dispatched than steps up to
@@ -70,7 +70,7 @@ class Buffer:
         self.num_tasks = num_tasks
         self.max_steps = max_steps
         self._version = -1
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry[T]] = {}
         self._places = self._groups_before(first_step)
         position = position or {"cursor": 0, "ahead": []}
         self._cursor: int = position["cursor"]
@@ -108,9 +108,9 @@ class Buffer:
             self._next = self._skip(self._next + 1)
         return admitted
 
-    def finish(self, group: Group) -> None:
+    def finish(self, ordinal: int, group: T) -> None:
         """Store a group, all of whose trajectories have ended."""
-        self._entries[group.ordinal].group = group
+        self._entries[ordinal].group = group
 
     def drop(self, ordinal: int) -> None:
         """Give up a task: its place goes to another one, which the next ``admit`` returns."""
@@ -118,13 +118,15 @@ class Buffer:
         self._recent[ordinal] = self._version
         self._places -= 1
 
-    def take(self, step: int) -> list[Group] | None:
+    def take(self, step: int) -> list[T] | None:
         """Return the groups of a step, or None while they are not finished.
 
         Args:
             step: The step that trains them; each step is taken once, in order.
         """
-        due = sorted((entry.deadline, o) for o, entry in self._entries.items() if entry.group)
+        due = sorted(
+            (entry.deadline, o) for o, entry in self._entries.items() if entry.group is not None
+        )
         chosen = [ordinal for _, ordinal in due[: self.step_size(step)]]
         if len(chosen) < self.step_size(step) or not self._feasible(step, set(chosen)):
             return None

@@ -204,7 +204,8 @@ class Conversation:
         request = Request(f"{self._trajectory_id}/{uuid4().hex[:8]}", token_ids, sampling, seed)
         future = self._lane.send(request)
         try:
-            return await asyncio.wait_for(future, self._client.timeout_s)
+            async with asyncio.timeout(self._client.timeout_s):
+                return await future
         except TimeoutError as error:
             raise EngineError(
                 f"{self._lane} did not answer {request.id} within {self._client.timeout_s} s"

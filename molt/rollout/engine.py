@@ -84,6 +84,7 @@ def engine_env(options: EngineOptions) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if torch.cuda.is_available():
@@ -92,8 +93,9 @@ def engine_env(options: EngineOptions) -> dict[str, str]:
     env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     if options.tensor_parallel == 1:
         # Despite its name it only keeps the worker inside the engine core's process.
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return env
+        return env | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    # Otherwise the workers of all engines would be bound to the same first cores.
+    return env | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class Engine:
@@ -147,7 +149,7 @@ class Engine:
         """
         from vllm.inputs import tokens_input
 
-        engine = self._running()
+        engine = self._usable()
         if self._version < 0:
             raise RuntimeError("the engine has no weights of the policy yet")
         final = None
@@ -173,7 +175,7 @@ class Engine:
         Raises:
             RuntimeError: The load was refused, broke off or took too long.
         """
-        self._running()
+        self._usable()
         # Whatever ends this call before the weights are confirmed must not be generated with.
         self._fault = f"its load of version {version} did not end well"
         try:
@@ -193,7 +195,7 @@ class Engine:
 
     async def health(self) -> None:
         """Raise when the engine cannot serve."""
-        await self._running().check_health()
+        await self._usable().check_health()
 
     async def shutdown(self) -> None:
         """Stop vLLM and its processes."""
@@ -202,7 +204,7 @@ class Engine:
             self._vllm = None
 
     async def _swap(self, manifest: Manifest, version: int) -> dict[str, Any]:
-        engine = self._running_core()
+        engine = self._core()
         # The cache holds keys and values of the weights that go; kept requests compute theirs anew.
         await self._call(engine.pause_generation(mode="keep", clear_cache=True))
         rpc = engine.collective_rpc("receive_weights", args=(manifest.to_json(),))
@@ -222,21 +224,21 @@ class Engine:
         task = asyncio.ensure_future(operation)
         try:
             while not (await asyncio.wait({task}, timeout=0.2))[0]:
-                if self._running_core().errored:
+                if self._core().errored:
                     raise EngineDeadError
             return task.result()
         finally:
             task.cancel()
 
-    def _running_core(self) -> AsyncLLM:
+    def _core(self) -> AsyncLLM:
         if self._vllm is None:
             raise RuntimeError("the engine is not running")
         return self._vllm
 
-    def _running(self) -> AsyncLLM:
+    def _usable(self) -> AsyncLLM:
         if self._fault:
             raise RuntimeError(f"the engine cannot be used any more: {self._fault}")
-        return self._running_core()
+        return self._core()
 
     def _engine_args(self) -> dict[str, Any]:
         options = self._options
@@ -261,6 +263,9 @@ class Engine:
                 # The default of 128 would share no prefix shorter than that.
                 "block_size": 32,
                 "gpu_memory_utilization": 0.1,
+                # A prompt cut in two rewinds the request's generator, which a CPU one cannot do.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(options.max_model_len, 4096),
             }
             if options.tensor_parallel == 1:
                 args["distributed_executor_backend"] = "uni"
@@ -297,11 +302,16 @@ def _generation(output: CompletionOutput) -> Generation:
     versions = [-1] * len(token_ids)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-    pairs = zip(output.logprobs or [], token_ids, strict=True)
+    if output.logprobs is None:
+        raise RuntimeError("vLLM returned tokens without log-probs")
+    logprobs = []
+    for token, entry in zip(token_ids, output.logprobs, strict=True):
+        assert entry is not None  # every sampled token has one; only prompt tokens may lack it
+        # Rounding can lift the log-prob of a certain token a hair above 0.
+        logprobs.append(min(entry[token].logprob, 0.0))
     return Generation(
         token_ids=token_ids,
-        # Rounding can lift the log-prob of a certain token a hair above 0.
-        logprobs=[min(entry[token].logprob, 0.0) for entry, token in pairs],
+        logprobs=logprobs,
         policy_versions=versions,
         finish_reason=str(output.finish_reason),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -127,7 +128,7 @@ class RolloutPool:
         while not ray.wait([ref], timeout=_ASK_S)[0] and time.monotonic() < deadline:
             if should_stop():
                 return None
-        return self._get(ref, _GRACE_S)
+        return [pickle.loads(packed) for packed in self._get(ref, _GRACE_S)]
 
     def evaluate(
         self, name: str, timeout_s: float, first: int = 0, stop: int | None = None
@@ -143,7 +144,9 @@ class RolloutPool:
         Returns:
             ``eval_group_size`` trajectories for each task, faults among them.
         """
-        return self._get(self._producer.evaluate.remote(name, first, stop), timeout_s)
+        packed = self._get(self._producer.evaluate.remote(name, first, stop), timeout_s)
+        groups = [pickle.loads(group) for group in packed]
+        return [trajectory for group in groups for trajectory in group.trajectories]
 
     def load_weights(self, manifest: Manifest, version: int, timeout_s: float) -> list[Receipt]:
         """Make every engine serve published weights, then let the producer know.
@@ -206,16 +209,19 @@ class RolloutPool:
 
 def _connect(cpus: int, gpus: int, options: EngineOptions) -> None:
     """Join the cluster of RAY_ADDRESS, or start one that only this machine can reach."""
+    local = "RAY_ADDRESS" not in os.environ
+    if local:
+        # Despite its name, the one switch that makes Ray listen on the loopback interface alone.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if "RAY_ADDRESS" not in os.environ:
+    if local:
         ray.init(
             address="local",
             num_cpus=cpus,  # slots, not cores: agents wait most of the time
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
             **quiet,
         )
     else:

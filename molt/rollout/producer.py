@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections import Counter, deque
@@ -13,12 +14,13 @@ from molt.rollout.buffer import Buffer
 from molt.rollout.spec import RolloutSpec
 from molt.rollout.worker import GroupRequest, GroupResult
 from molt.tasks import TaskStream
-from molt.types import Group, Outcome, Sampling, Task, Trajectory
+from molt.types import Outcome
 
 log = logging.getLogger(__name__)
 
 _RECENT_ATTEMPTS = 100
 _FEWEST_ATTEMPTS = 20
+_NO_PASS = -1
 
 
 class Producer:
@@ -35,7 +37,7 @@ class Producer:
         self.spec = spec
         self.workers = list(workers)
         self.stream = TaskStream(spec.tasks, spec.seed)
-        self._buffer: Buffer | None = None
+        self._buffer: Buffer[bytes] | None = None
         self.version = -1
         self.failures = FailureLog(spec.max_fault_frac)
         self._error: BaseException | None = None
@@ -45,10 +47,11 @@ class Producer:
         self._dropped = 0
 
     async def start(self) -> None:
-        """Return once the producer is up."""
+        """Take the libraries out of garbage collections."""
+        gc.freeze()
 
     @property
-    def buffer(self) -> Buffer:
+    def buffer(self) -> Buffer[bytes]:
         """The schedule of the training tasks."""
         assert self._buffer is not None, "the producer was not told where to begin"
         return self._buffer
@@ -78,8 +81,8 @@ class Producer:
         self.version = version
         self._dispatch()
 
-    async def next_batch(self, step: int, timeout_s: float) -> list[Group]:
-        """Return the groups of a step once they are finished.
+    async def next_batch(self, step: int, timeout_s: float) -> list[bytes]:
+        """Return the groups of a step, each pickled, once they are finished.
 
         Args:
             step: The step that trains them; ask for each one once, in order.
@@ -100,8 +103,8 @@ class Producer:
             except TimeoutError as error:
                 raise RuntimeError(self._stuck(step, timeout_s)) from error
 
-    async def evaluate(self, name: str, first: int, stop: int | None) -> list[Trajectory]:
-        """Try the tasks of an evaluation set; faults are part of the result.
+    async def evaluate(self, name: str, first: int, stop: int | None) -> list[bytes]:
+        """Try the tasks of an evaluation set; return pickled groups, faults included.
 
         Args:
             name: Key of the task set.
@@ -109,13 +112,21 @@ class Producer:
             stop: The task to stop before; None tries all that follow.
         """
         tasks = self.spec.eval_tasks[name]
-        sampling, size = self.spec.eval_sampling, self.spec.eval_group_size
         requests = [
-            self._request(f"{name}-{index}", tasks[index], -1, size, sampling)
+            GroupRequest(
+                group_id=f"{name}-{index}",
+                ordinal=index,
+                version=self.version,
+                task=tasks[index],
+                pass_index=_NO_PASS,
+                size=self.spec.eval_group_size,
+                sampling=self.spec.eval_sampling,
+                max_attempts=self.spec.max_attempts,
+            )
             for index in range(*slice(first, stop).indices(len(tasks)))
         ]
         results = await asyncio.gather(*(self._run(request) for request in requests))
-        return [trajectory for result in results for trajectory in result.trajectories]
+        return [result.packed for result in results]
 
     async def state(self, step: int) -> dict[str, Any]:
         """Return what a run that resumes at ``step`` needs as its ``position``."""
@@ -137,38 +148,26 @@ class Producer:
             self._spawn(self._produce(ordinal, self.version))
 
     async def _produce(self, ordinal: int, version: int) -> None:
-        task = self.stream[ordinal]
-        pass_index = ordinal // len(self.spec.tasks)
-        size, sampling = self.spec.group_size, self.spec.sampling
-        result = await self._run(self._request(f"g{ordinal}", task, pass_index, size, sampling))
+        request = GroupRequest(
+            group_id=f"g{ordinal}",
+            ordinal=ordinal,
+            version=version,
+            task=self.stream[ordinal],
+            pass_index=ordinal // len(self.spec.tasks),
+            size=self.spec.group_size,
+            sampling=self.spec.sampling,
+            max_attempts=self.spec.max_attempts,
+        )
+        result = await self._run(request)
         self.failures.add(result)
-        if all(trajectory.outcome.trains for trajectory in result.trajectories):
-            group = Group(
-                id=f"g{ordinal}",
-                task_id=task.id,
-                ordinal=ordinal,
-                version=version,
-                trajectories=result.trajectories,
-            )
-            self.buffer.finish(group)
+        if result.trains:
+            self.buffer.finish(ordinal, result.packed)
         else:
-            log.warning("task %s is replaced:\n%s", task.id, result.faults[-1].error)
+            log.warning("task %s is replaced:\n%s", request.task.id, result.faults[-1].error)
             self._dropped += 1
             self.buffer.drop(ordinal)
             self._dispatch()
         self._changed.set()
-
-    def _request(
-        self, group_id: str, task: Task, pass_index: int, size: int, sampling: Sampling
-    ) -> GroupRequest:
-        return GroupRequest(
-            group_id=group_id,
-            task=task,
-            pass_index=pass_index,
-            size=size,
-            sampling=sampling,
-            max_attempts=self.spec.max_attempts,
-        )
 
     async def _run(self, request: GroupRequest) -> GroupResult:
         index = self._load.index(min(self._load))

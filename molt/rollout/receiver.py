@@ -141,7 +141,8 @@ def _load_counted(
     watch = _CopyWatch()
     try:
         with watch:
-            model.load_weights(watch.offer(tensors))
+            load: Any = model.load_weights  # every model of vLLM has one; its base class does not
+            load(watch.offer(tensors))
     except LOADER_ERRORS as error:
         return f"unexpected: {watch.offered} (vLLM: {error!r})"
     skipped = sorted(name for name, _ in tensors if name not in watch.copied)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -60,7 +60,10 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Return the manifest that ``to_json`` wrote down."""
         fields = json.loads(text)
-        specs = tuple(TensorSpec(**{**s, "shape": tuple(s["shape"])}) for s in fields["specs"])
+        specs = tuple(
+            TensorSpec(s["name"], s["dtype"], tuple(s["shape"]), s["offset"], s["nbytes"])
+            for s in fields["specs"]
+        )
         return cls(path=fields["path"], specs=specs, digest=fields["digest"])
 
 
@@ -73,7 +76,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     lines = []
     for name, tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(flat.numpy())}")
+        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(flat.numpy().data)}")
     return blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
 
 
@@ -229,7 +232,7 @@ def _write(view: Tensor, tensor: Tensor) -> None:
         view[place].copy_(tensor.to_local())
 
 
-def _first_replica(tensor: DTensor, coordinate: list[int]) -> bool:
+def _first_replica(tensor: DTensor, coordinate: Sequence[int]) -> bool:
     placements = zip(tensor.placements, coordinate, strict=True)
     return all(index == 0 for placement, index in placements if isinstance(placement, Replicate))
 

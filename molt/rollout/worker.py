@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import gc
 import hashlib
+import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 from molt.agents import Renderer, run_env
 from molt.rollout.client import EngineClient
 from molt.rollout.spec import RolloutSpec
-from molt.types import Generation, Sampling, Task, Trajectory
+from molt.types import Generation, Group, Sampling, Task, Trajectory
 
 _THREADS = 64
 
@@ -25,6 +27,10 @@ class GroupRequest:
 
     group_id: str
     """Minted at dispatch."""
+    ordinal: int
+    """Position of the task in the stream."""
+    version: int
+    """Policy version served at dispatch."""
     task: Task
     """What to try."""
     pass_index: int
@@ -41,8 +47,10 @@ class GroupRequest:
 class GroupResult:
     """What became of a group."""
 
-    trajectories: tuple[Trajectory, ...]
-    """The last attempt of every member."""
+    packed: bytes
+    """The pickled group, with the last attempt of every member: only the trainer opens it."""
+    trains: bool
+    """Whether every member has an attempt that trains."""
     faults: tuple[Trajectory, ...]
     """All attempts that ended in a fault, retried or not."""
     num_attempts: int
@@ -64,7 +72,8 @@ class RolloutWorker:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="environment")
 
     async def start(self) -> None:
-        """Make room for environments that block."""
+        """Make room for environments that block, and take the libraries out of collections."""
+        gc.freeze()
         asyncio.get_running_loop().set_default_executor(self._threads)
 
     async def run_group(self, request: GroupRequest) -> GroupResult:
@@ -72,8 +81,16 @@ class RolloutWorker:
         members = [self._member(request, member) for member in range(request.size)]
         tries = await asyncio.gather(*members)
         attempts = [trajectory for member in tries for trajectory in member]
-        return GroupResult(
+        group = Group(
+            id=request.group_id,
+            task_id=request.task.id,
+            ordinal=request.ordinal,
+            version=request.version,
             trajectories=tuple(member[-1] for member in tries),
+        )
+        return GroupResult(
+            packed=pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL),
+            trains=all(trajectory.outcome.trains for trajectory in group.trajectories),
             faults=tuple(t for t in attempts if not t.outcome.trains),
             num_attempts=len(attempts),
         )

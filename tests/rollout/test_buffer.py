@@ -44,7 +44,7 @@ def test_synchronous_admits_one_step():
     buffer = make(lookahead=0, max_staleness=0)
     assert buffer.admit(0) == [0, 1]
     for ordinal in (0, 1):
-        buffer.finish(group(ordinal))
+        buffer.finish(ordinal, group(ordinal))
     assert [g.ordinal for g in buffer.take(0)] == [0, 1]
     assert buffer.admit(0) == []  # its weights are not served yet
     assert buffer.admit(1) == [2, 3]
@@ -61,21 +61,21 @@ def test_steps_of_a_pass_that_does_not_divide():
 def test_a_younger_group_passes_only_while_deadlines_hold():
     buffer = make(lookahead=1, max_staleness=2)
     assert buffer.admit(0) == [0, 1, 2, 3]  # all due at step 2
-    buffer.finish(group(2))
+    buffer.finish(2, group(2))
     assert buffer.take(0) is None  # one group is not a batch
-    buffer.finish(group(3))
+    buffer.finish(3, group(3))
     assert [g.ordinal for g in buffer.take(0)] == [2, 3]  # 0 and 1 may still come at 1 or 2
     assert buffer.admit(1) == [4, 5]  # due at step 3
-    buffer.finish(group(4, 1))
-    buffer.finish(group(5, 1))
+    buffer.finish(4, group(4, 1))
+    buffer.finish(5, group(5, 1))
     assert [g.ordinal for g in buffer.take(1)] == [4, 5]
     assert buffer.admit(2) == [6, 7]
-    buffer.finish(group(6, 2))
-    buffer.finish(group(7, 2))
+    buffer.finish(6, group(6, 2))
+    buffer.finish(7, group(7, 2))
     assert buffer.take(2) is None  # 0 and 1 are due now
-    buffer.finish(group(1))
+    buffer.finish(1, group(1))
     assert buffer.take(2) is None
-    buffer.finish(group(0))
+    buffer.finish(0, group(0))
     assert [g.ordinal for g in buffer.take(2)] == [0, 1]
 
 
@@ -90,7 +90,7 @@ def test_state_leaves_out_what_was_taken_for_a_later_step():
     buffer = make(max_staleness=4)
     buffer.admit(0)
     for ordinal in (0, 1, 2, 3):
-        buffer.finish(group(ordinal))
+        buffer.finish(ordinal, group(ordinal))
     buffer.take(0)
     buffer.take(1)
     assert buffer.state(0) == {"cursor": 0, "ahead": []}
@@ -143,7 +143,7 @@ class Run:
                 self.buffer.drop(ordinal)
                 self.dispatch(version)
             else:
-                self.buffer.finish(group(ordinal, dispatched))
+                self.buffer.finish(ordinal, group(ordinal, dispatched))
         self.clock = until
 
     def take(self, step: int) -> list[Group] | None:

@@ -1,6 +1,7 @@
 """The producer with real workers and clients, all in one process."""
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from molt.rollout.spec import RolloutSpec
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker, turn_seed
 from molt.tasks import TaskStream
-from molt.types import Generation, Outcome, Sampling, Task
+from molt.types import Generation, Group, Outcome, Sampling, Task
 from tests.models import tiny_moe
 from tests.rollout.fake import FakeEngine, Local, Rows
 
@@ -97,12 +98,16 @@ def run(
     asyncio.run(main())
 
 
+async def batch(producer: Producer, step: int) -> list[Group]:
+    return [pickle.loads(packed) for packed in await producer.next_batch(step, 10)]
+
+
 def test_nothing_is_dispatched_before_a_version_is_known(spec):
     async def scenario(producer: Producer, publish: Publish) -> None:
         with pytest.raises(RuntimeError, match="0 are in flight"):
             await producer.next_batch(0, 0.01)
         await publish(0)
-        groups = await producer.next_batch(0, 10)
+        groups = await batch(producer, 0)
         assert [(g.version, len(g.trajectories)) for g in groups] == [(0, 2)] * 2
 
     run(spec, scenario)
@@ -113,7 +118,7 @@ def test_a_fault_is_tried_again_with_a_fresh_environment(spec):
 
     async def scenario(producer: Producer, publish: Publish) -> None:
         await publish(0)
-        groups = await producer.next_batch(0, 10)
+        groups = await batch(producer, 0)
         assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
         stats = await producer.stats()
         # two groups of two, and one attempt more
@@ -140,7 +145,7 @@ def test_a_task_that_always_fails_is_replaced(spec):
         trained = []
         for step in range(2):
             await publish(step)
-            trained += [g.task_id for g in await producer.next_batch(step, 10)]
+            trained += [g.task_id for g in await batch(producer, step)]
         # row 2 gives its place to the next task of the stream, the first one of another pass
         first_pass, extra = trained[:3], trained[3]
         assert sorted(first_pass) == ["row:0", "row:1", "row:3"]
@@ -160,8 +165,9 @@ def test_too_many_faults_stop_the_run_with_the_commonest_cause(spec):
         with pytest.raises(RuntimeError, match=r"(?s)attempts failed.*OSError: disk is full"):
             await producer.next_batch(0, 10)
         # an evaluation keeps them: a failure counts as one
-        held_out = await producer.evaluate("held_out", 0, None)
-        assert {t.outcome for t in held_out} == {Outcome.ENVIRONMENT_FAULT}
+        held_out = [pickle.loads(g) for g in await producer.evaluate("held_out", 0, None)]
+        outcomes = {t.outcome for group in held_out for t in group.trajectories}
+        assert outcomes == {Outcome.ENVIRONMENT_FAULT}
 
     eval_tasks = {"held_out": Rows(2, "held_out")}
     run(replace(spec, agent=SingleTurn(always_fail), eval_tasks=eval_tasks), scenario)
@@ -176,7 +182,7 @@ def test_a_resumed_run_generates_what_was_not_trained(spec):
         async def scenario(producer: Producer, publish: Publish) -> None:
             for step in steps:
                 await publish(step)
-                for group in await producer.next_batch(step, 10):
+                for group in await batch(producer, step):
                     ids = [t.segments[0].token_ids.tolist() for t in group.trajectories]
                     batches[group.ordinal] = ids
             position.update(await producer.state(1))
