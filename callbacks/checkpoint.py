@@ -39,7 +39,7 @@ class SaveCheckpoint(Checkpoint):
         """Save once per step, then remove what is too old."""
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
         path = str(folder / f"step_{trainer.global_step}.ckpt")
-        if trainer.fast_dev_run or path in self.saved:
+        if path in self.saved:
             return
         trainer.save_checkpoint(path)
         self.saved.append(path)

@@ -3,7 +3,7 @@
 import os
 import signal
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -48,7 +48,7 @@ class GracefulStop(pl.Callback):
 
     def agree(self, trainer: pl.Trainer) -> None:
         """Stop every rank if any rank got a signal."""
-        strategy: FSDP2Strategy = trainer.strategy
+        strategy = cast(FSDP2Strategy, trainer.strategy)
         received = torch.tensor([float(self.received)], device=strategy.root_device)
         if strategy.all_reduce(received, "max").item():
             trainer.limit_val_batches = 0  # Lightning would validate once more before it stops

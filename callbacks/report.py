@@ -28,8 +28,9 @@ class RunReport(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
         """Print what the run is."""
+        folder = trainer.log_dir  # a collective
         if trainer.is_global_zero:
-            rows = run_rows(trainer, pl_module)
+            rows = run_rows(trainer, pl_module) | {"run folder": folder or "none"}
             Console().print(two_columns("run", rows))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -88,7 +89,6 @@ def run_rows(trainer: pl.Trainer, module: PolicyModule) -> dict[str, str]:
         "batch": f"{data.groups_per_step} groups of {data.group_size}, {len(data.tasks)} tasks",
         "staleness": f"lookahead {data.lookahead}, at most {data.max_staleness} steps",
         "memory": f"{memory_gib(strategy.root_device):.2f} GiB in the trainer",
-        "run folder": str(trainer.log_dir or "none"),
     }
 
 

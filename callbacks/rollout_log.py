@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
@@ -45,8 +46,9 @@ class RolloutLog(pl.Callback):
         rows = extremes(batch.trajectories, self.num_rows)
         if self.console:
             Console().print(table(rows, f"rollouts of step {trainer.global_step}"))
-        if trainer.logger is not None:
-            trainer.logger.experiment.add_text("rollouts", markdown(rows), trainer.global_step)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("rollouts", markdown(rows), trainer.global_step)
 
     def on_predict_batch_end(
         self,
@@ -58,15 +60,16 @@ class RolloutLog(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Write the trajectories to the run folder, and show them."""
+        folder = trainer.log_dir  # a collective
         if not trainer.is_global_zero:
             return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "rollouts.jsonl").open("a") as file:
-            for trajectory in outputs:
-                file.write(json.dumps(record(trajectory)) + "\n")
+        if trainer.logger is not None and folder is not None:
+            path = Path(folder) / "rollouts.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.writelines(json.dumps(record(trajectory)) + "\n" for trajectory in outputs)
         if self.console:
-            Console().print(table(outputs, str(folder / "rollouts.jsonl")))
+            Console().print(table(outputs, "rollouts"))
 
 
 def extremes(trajectories: Sequence[Trajectory], num_rows: int) -> list[Trajectory]:

@@ -37,7 +37,7 @@ class Throughput(pl.Callback):
             "perf/trainer_idle_frac": batch.metrics.get("time/wait_rollouts_s", 0.0) / step_s,
             "perf/memory_gib": memory_gib(pl_module.device),
         }
-        self.log_dict(figures)
+        pl_module.log_dict(figures)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave evaluations out of the step time."""

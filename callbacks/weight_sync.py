@@ -31,9 +31,9 @@ class WeightSync(pl.Callback):
         self.timeout_s = timeout_s
         self.transport = SharedMemory(uuid4().hex[:12])  # rank 0 decides on the name
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: PolicyModule, stage: str) -> None:
         """Tell the data module that its engines will be fed."""
-        trainer.datamodule.sync_every_n_steps = self.every_n_steps
+        pl_module.data.sync_every_n_steps = self.every_n_steps
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
         """Give the engines their first weights."""
@@ -51,7 +51,7 @@ class WeightSync(pl.Callback):
         if trainer.global_step % self.every_n_steps == 0:
             started = perf_counter()
             self.publish(trainer, pl_module)
-            self.log("time/weight_sync_s", perf_counter() - started)
+            pl_module.log("time/weight_sync_s", perf_counter() - started)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
         """Give the engines the weights to score; within a fit they have them."""

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,7 @@ from molt import callbacks
 from molt.agents import Env
 from molt.algo import Correction, Estimator, PolicyLoss
 from molt.data import RolloutDataModule
-from molt.rollout.engine import EngineOptions
+from molt.rollout.spec import EngineOptions
 from molt.types import Sampling
 
 BUILT_IN: dict[str, type[pl.Callback]] = {
@@ -127,7 +127,7 @@ class MoltCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse what Lightning would ignore under manual optimization."""
-        trainer = self.config[self.subcommand].trainer
+        trainer = self._get(cast(Namespace, self.config), "trainer")
         for key, advice in REFUSED.items():
             if trainer[key] not in (None, 1):
                 self.parser.error(f"trainer.{key}={trainer[key]} has no effect; {advice}")
@@ -137,22 +137,22 @@ class MoltCLI(LightningCLI):
         keys = self._parser(self.subcommand).callback_keys
         if not isinstance(self.datamodule, RolloutDataModule):
             keys = [key for key in keys if not issubclass(BUILT_IN[key], ROLLOUT_ONLY)]
-        trainer = {**self._get(self.config_init, "trainer"), **kwargs}
-        return self._instantiate_trainer(trainer, [self._get(self.config_init, k) for k in keys])
+        trainer = {**self._get(cast(Namespace, self.config_init), "trainer"), **kwargs}
+        return self._instantiate_trainer(
+            trainer, [self._get(cast(Namespace, self.config_init), k) for k in keys]
+        )
 
     def after_instantiate_classes(self) -> None:
         """Have the optimizer built once the policy's parameters exist."""
-        optimizer = self._get(self.config_init, "optimizer")
+        optimizer = self._get(cast(Namespace, self.config_init), "optimizer")
         if optimizer:
-            scheduler = self._get(self.config_init, "lr_scheduler")
+            scheduler = self._get(cast(Namespace, self.config_init), "lr_scheduler")
             self.model.configure_optimizers = partial(
                 build_optimizer, self.model, optimizer, scheduler
             )
 
 
-def build_optimizer(
-    module: pl.LightningModule, optimizer: Namespace, scheduler: Namespace | None
-) -> Any:
+def build_optimizer(module: pl.LightningModule, optimizer: Any, scheduler: Any) -> Any:
     """Build what ``optimizer`` and ``lr_scheduler`` say, over the module's parameters.
 
     Args:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,9 +18,8 @@ from molt.agents import Env, Limits
 from molt.metrics import rollout_metrics
 from molt.model.packing import pack, partition
 from molt.parallel import FSDP2Strategy
-from molt.rollout.engine import EngineOptions
 from molt.rollout.pool import RolloutPool
-from molt.rollout.spec import RolloutSpec
+from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.tasks import TaskSet
 from molt.types import Batch, Group, Sampling, Trajectory
 
@@ -120,9 +119,15 @@ class RolloutDataModule(pl.LightningDataModule):
             )
 
     @property
+    def run(self) -> pl.Trainer:
+        """The trainer that this data module is part of."""
+        assert self.trainer is not None, "the data module is part of no trainer yet"
+        return self.trainer
+
+    @property
     def strategy(self) -> FSDP2Strategy:
         """The strategy that knows the other ranks."""
-        return self.trainer.strategy
+        return cast(FSDP2Strategy, self.run.strategy)
 
     @property
     def engine_dtype(self) -> torch.dtype:
@@ -136,13 +141,13 @@ class RolloutDataModule(pl.LightningDataModule):
         Args:
             model: Folder of the policy's checkpoint.
         """
-        if self.trainer.is_global_zero and self.pool is None:
+        if self.run.is_global_zero and self.pool is None:
             dtype = str(self.engine_dtype).removeprefix("torch.")
             self.pool = RolloutPool.start(self.spec(model), self.engines, dtype)
 
     def spec(self, model: str) -> RolloutSpec:
         """Say what to roll out; ``predict`` is an evaluation of the training tasks."""
-        predicting = self.trainer.state.fn == TrainerFn.PREDICTING
+        predicting = self.run.state.fn == TrainerFn.PREDICTING
         return RolloutSpec(
             model=model,
             agent=self.agent,
@@ -174,14 +179,14 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def max_steps(self) -> int | None:
         """Optimizer steps of the run, by ``max_steps`` and ``max_epochs``; None has no end."""
-        epochs = self.trainer.max_epochs or -1
-        bounds = [self.trainer.max_steps, epochs * self.steps_per_pass]
+        epochs = self.run.max_epochs or -1
+        bounds = [self.run.max_steps, epochs * self.steps_per_pass]
         return min((bound for bound in bounds if bound >= 0), default=None)
 
     def train_dataloader(self) -> "RolloutLoader":
         """Return the batches of one pass; the first call starts or resumes the stream of tasks."""
         if self.pool is not None:
-            self.pool.begin(self.trainer.global_step, self.position)
+            self.pool.begin(self.run.global_step, self.position)
         return RolloutLoader(self)
 
     def val_dataloader(self) -> "EvalLoader":
@@ -207,7 +212,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return which tasks were trained, so that a resumed run trains each of them once."""
         if self.pool is None:  # Lightning keeps what rank 0 returns
             return {}
-        return {"position": self.pool.state(self.trainer.global_step)}
+        return {"position": self.pool.state(self.run.global_step)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the stream of tasks where a checkpoint left it."""
@@ -243,7 +248,7 @@ class RolloutLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches until the pass is over, the run has its steps, or is asked to stop."""
-        trainer, data = self.data.trainer, self.data
+        trainer, data = self.data.run, self.data
         pass_end = (trainer.global_step // len(self) + 1) * len(self)
         end = pass_end if data.max_steps is None else min(pass_end, data.max_steps)
         while trainer.global_step < end:
@@ -259,7 +264,7 @@ class RolloutLoader:
         """Wait for the groups of a step on rank 0, and hand them to every rank."""
         data, groups = self.data, None
         if data.pool is not None:
-            groups = data.pool.next_batch(step, data.timeout_s, lambda: data.trainer.should_stop)
+            groups = data.pool.next_batch(step, data.timeout_s, lambda: data.run.should_stop)
         return data.strategy.broadcast(groups)
 
     def batch(self, groups: list[Group], step: int) -> Batch:

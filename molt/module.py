@@ -4,16 +4,19 @@ A action tokens of a row, R trajectories of the batch.
 """
 
 from time import perf_counter
-from typing import Literal
+from typing import Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from molt.algo import GRPO, Correction, Estimator, LossInputs, PolicyLoss, PPOLoss
 from molt.algo.losses import trajectory_weights
 from molt.data import EvalBatch, RolloutDataModule
 from molt.metrics import evaluation_metrics
+from molt.model import Policy
 from molt.parallel import FSDP2Strategy
 from molt.preflight import check_run
 from molt.tally import Tally, check_mismatch
@@ -39,6 +42,8 @@ class PolicyModule(pl.LightningModule):
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them as they are.
     """
 
+    policy: Policy
+
     def __init__(
         self,
         model: str,
@@ -58,26 +63,25 @@ class PolicyModule(pl.LightningModule):
         self.proximal = proximal
         self.entropy_coef = entropy_coef
         self.max_grad_norm = max_grad_norm
-        self.policy: nn.Module | None = None
 
     @property
     def strategy(self) -> FSDP2Strategy:
         """The strategy that shards the policy and knows the other ranks."""
-        return self.trainer.strategy
+        return cast(FSDP2Strategy, self.trainer.strategy)
 
     @property
     def data(self) -> RolloutDataModule:
         """The data module whose engines sample this policy."""
-        return self.trainer.datamodule
+        return self.trainer.datamodule  # pyrefly: ignore[missing-attribute]
 
     def setup(self, stage: str) -> None:
         """Refuse what cannot work, then start the engines while the policy loads."""
-        check_run(self.trainer, self.model_path, self.estimator)
+        check_run(self.trainer, self.data, self.model_path, self.estimator)
         self.data.start(self.model_path)
 
     def configure_model(self) -> None:
         """Build the policy, sharded over the ranks."""
-        if self.policy is None:
+        if "policy" not in self._modules:
             self.policy = self.strategy.build_policy(self.model_path)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -144,7 +148,8 @@ class PolicyModule(pl.LightningModule):
 
     def update(self) -> float:
         """Clip, step, and move the learning-rate schedule; return the norm before clipping."""
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        optimizer = cast(LightningOptimizer, self.optimizers())
+        scheduler = cast(LRScheduler | None, self.lr_schedulers())
         grad_norm = self.strategy.clip_grad_norm_(self.policy, self.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -157,7 +162,7 @@ class PolicyModule(pl.LightningModule):
         figures |= tally.reduce(self.strategy)
         figures |= batch.metrics
         figures["policy/version"] = float(self.trainer.global_step)
-        figures["optim/lr"] = self.optimizers().param_groups[0]["lr"]
+        figures["optim/lr"] = cast(LightningOptimizer, self.optimizers()).param_groups[0]["lr"]
         self.log_dict(figures)
         check_mismatch(figures.get("policy/mismatch", 0.0), self.strategy.param_dtype, batch.step)
 

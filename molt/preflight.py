@@ -10,18 +10,20 @@ from molt.data import RolloutDataModule
 from molt.parallel import FSDP2Strategy
 
 
-def check_run(trainer: pl.Trainer, model: str, estimator: Estimator) -> None:
+def check_run(
+    trainer: pl.Trainer, data: pl.LightningDataModule | None, model: str, estimator: Estimator
+) -> None:
     """Check the settings of a run against each other.
 
     Args:
-        trainer: The trainer, with its strategy and data module.
+        trainer: The trainer, with its strategy.
+        data: Its data module.
         model: ``model.init_args.model``.
         estimator: ``model.init_args.estimator``.
 
     Raises:
         ValueError: With the key, what was set, and what is possible.
     """
-    data = trainer.datamodule
     if not isinstance(trainer.strategy, FSDP2Strategy):
         raise ValueError(
             f"trainer.strategy={type(trainer.strategy).__name__} cannot shard a policy; "
@@ -64,7 +66,8 @@ def check_model(model: str) -> None:
             f"model.init_args.model={model} is not a folder with a Hugging Face checkpoint: "
             "it has no config.json"
         )
-    if AutoTokenizer.from_pretrained(model).chat_template is None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(
             f"model.init_args.model={model} has a tokenizer without a chat template; "
             "add chat_template.jinja to the folder"

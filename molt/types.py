@@ -223,7 +223,7 @@ class MicroBatch:
 
     def to(self, device: Any) -> MicroBatch:
         """Return a copy whose tensors are on ``device``."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in ((name, getattr(self, name)) for name in self.__slots__)
         }

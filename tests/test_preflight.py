@@ -12,7 +12,7 @@ from molt import PolicyModule, RolloutDataModule
 from molt.agents import SingleTurn
 from molt.callbacks import WeightSync
 from molt.parallel import FSDP2Strategy
-from molt.rollout.engine import EngineOptions
+from molt.rollout.spec import EngineOptions
 from molt.tasks import JsonlTasks
 from molt.types import Sampling, Task
 from tests.models import tiny_dense
@@ -111,10 +111,10 @@ def test_weights_that_nobody_would_sync(data: Any, model: Path):
 
 
 def test_a_sync_too_rare_for_the_lookahead(data: Any, model: Path):
-    with pytest.raises(ValueError, match="every_n_steps=3 starves the trainer with .*lookahead=1"):
+    with pytest.raises(ValueError, match=r"every_n_steps=3 starves the trainer with .*lookahead=1"):
         fit(model, data(lookahead=1), WeightSync(every_n_steps=3))
 
 
 def test_a_strategy_that_cannot_shard(data: Any, model: Path):
-    with pytest.raises(ValueError, match="set trainer.strategy=molt.parallel.FSDP2Strategy"):
+    with pytest.raises(ValueError, match=r"set trainer\.strategy=molt\.parallel\.FSDP2Strategy"):
         fit(model, data(), WeightSync(), strategy="auto")

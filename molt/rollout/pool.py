@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from molt.rollout.client import EngineLike, EngineServer
-from molt.rollout.engine import Engine, EngineOptions, Receipt, engine_env
+from molt.rollout.engine import Engine, Receipt, engine_env
 from molt.rollout.producer import Producer
-from molt.rollout.spec import RolloutSpec
+from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker
 from molt.types import Group, Trajectory

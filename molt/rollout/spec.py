@@ -4,10 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from molt.agents import Env, Limits
 from molt.tasks import TaskSet
 from molt.types import Sampling
+
+OWN_ARGS = (
+    "model",
+    "dtype",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "tensor_parallel_size",
+    "kv_cache_memory_bytes",
+    "logprobs_mode",
+    "worker_extension_cls",
+)
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """The engines that generate the rollouts."""
+
+    count: int = 1
+    """Number of engines, each with a copy of the model."""
+    tensor_parallel: int = 1
+    """Devices that share the model of one engine."""
+    dtype: str | None = None
+    """Precision of the engine's weights: float32 or bfloat16; null takes the trainer's."""
+    max_model_len: int = 1024
+    """Longest context in tokens, what is sampled included."""
+    max_num_seqs: int = 64
+    """Most requests that one engine works on at the same time; the others queue."""
+    kv_cache_gib: float = 0.25
+    """Memory for keys and values of one engine's devices, in GiB each."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, forwarded as they are."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no engine could start with."""
+        for key in ("count", "tensor_parallel", "max_model_len", "max_num_seqs", "kv_cache_gib"):
+            value = vars(self)[key]
+            if value <= 0:
+                raise ValueError(f"engines.{key}={value} must be positive")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"engines.dtype={self.dtype} must be float32, bfloat16 or null")
+        for key in OWN_ARGS:
+            if key in self.engine_args:
+                raise ValueError(f"engines.engine_args.{key} is set by Molt and cannot be changed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,13 +61,13 @@ def config(tokens: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
     )
 
 
-def main() -> None:
-    """Write model and tokenizer."""
+def write(folder: Path) -> None:
+    """Write model and tokenizer; the weights are the same ones every time."""
     tokens = tokenizer()
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config(tokens)).save_pretrained(FOLDER)
-    tokens.save_pretrained(FOLDER)
+    Qwen3MoeForCausalLM(config(tokens)).save_pretrained(folder)
+    tokens.save_pretrained(folder)
 
 
 if __name__ == "__main__":
-    main()
+    write(FOLDER)

@@ -1,6 +1,6 @@
 """Write the tasks of the recipe: ``python -m recipes.tiny_moe.make_tasks``.
 
-A task is the sum of two numbers below 100. The demonstrations come from a careless teacher: every
+A task is the sum of two two-digit numbers. The demonstrations come from a careless teacher: every
 other answer is off by one or by ten, so that a policy that has learned all it can from them is
 right about half of the time, and must find out from the reward which half.
 """
@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-LIMIT = 100
+NUMBERS = range(10, 100)
 NUM_HELD_OUT = 256
 SLIP_RATE = 0.5
 SLIPS = (-10, -1, 1, 10)
@@ -22,23 +22,21 @@ def row(a: int, b: int, slip: int = 0) -> dict[str, str]:
     return {"prompt": f"{a}+{b}", "answer": str(a + b + slip)}
 
 
-def draw_slip(rng: random.Random, total: int) -> int:
-    """Return how far the teacher is off; never so far that the answer would be negative."""
-    if rng.random() >= SLIP_RATE:
-        return 0
-    return rng.choice([slip for slip in SLIPS if total + slip >= 0])
+def draw_slip(rng: random.Random) -> int:
+    """Return how far the teacher is off."""
+    return rng.choice(SLIPS) if rng.random() < SLIP_RATE else 0
 
 
 def rows() -> dict[str, list[dict[str, str]]]:
     """Return the rows of each file, the same ones every time."""
     rng = random.Random(0)
-    pairs = [(a, b) for a in range(LIMIT) for b in range(LIMIT)]
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS]
     rng.shuffle(pairs)
     held_out, train = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
     return {
         "heldout": [row(a, b) for a, b in held_out],
         "train": [row(a, b) for a, b in train],
-        "sft": [row(a, b, draw_slip(rng, a + b)) for a, b in train],
+        "sft": [row(a, b, draw_slip(rng)) for a, b in train],
     }
 
 

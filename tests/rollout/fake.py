@@ -5,7 +5,8 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from molt.rollout.engine import EngineOptions, Receipt
+from molt.rollout.engine import Receipt
+from molt.rollout.spec import EngineOptions
 from molt.rollout.weights import Manifest
 from molt.types import Generation, Sampling, Task
 

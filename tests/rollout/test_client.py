@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from molt.rollout.client import EngineClient, EngineError, EngineServer
-from molt.rollout.engine import EngineOptions
+from molt.rollout.spec import EngineOptions
 from molt.types import Generation, Sampling
 from tests.rollout.fake import FakeEngine, Local
 

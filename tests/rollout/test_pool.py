@@ -7,9 +7,8 @@ import psutil
 import pytest
 
 from molt.agents import Limits, RewardError, SingleTurn
-from molt.rollout.engine import EngineOptions
 from molt.rollout.pool import RolloutPool
-from molt.rollout.spec import RolloutSpec
+from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.rollout.weights import Manifest
 from molt.types import Group, Sampling, Task
 from tests.models import tiny_moe

@@ -9,9 +9,8 @@ import pytest
 
 from molt.agents import Limits, SingleTurn
 from molt.rollout.client import EngineServer
-from molt.rollout.engine import EngineOptions
 from molt.rollout.producer import Producer
-from molt.rollout.spec import RolloutSpec
+from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker, turn_seed
 from molt.tasks import TaskStream

@@ -1,0 +1,43 @@
+"""Write the tasks of the recipe: ``python -m recipes.smollm2.make_tasks``.
+
+A task adds or multiplies two one-digit numbers that are spelled out. Each pair of numbers is asked
+in two wordings; a pair that is held out is trained in neither.
+"""
+
+import json
+import random
+from pathlib import Path
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+WORDINGS = {
+    "+": ("What is {a} plus {b}?", "What is the sum of {a} and {b}?"),
+    "*": ("What is {a} times {b}?", "What is the product of {a} and {b}?"),
+}
+NUM_HELD_OUT = 50
+HERE = Path(__file__).parent
+
+
+def rows(operation: str, a: int, b: int) -> list[dict[str, str]]:
+    """Return the rows of one pair of numbers."""
+    answer = str(a + b if operation == "+" else a * b)
+    questions = [text.format(a=DIGITS[a], b=DIGITS[b]) for text in WORDINGS[operation]]
+    return [{"prompt": f"{q} Answer with the number only.", "answer": answer} for q in questions]
+
+
+def files() -> dict[str, list[dict[str, str]]]:
+    """Return the rows of each file, the same ones every time."""
+    pairs = [(operation, a, b) for operation in WORDINGS for a in range(10) for b in range(10)]
+    random.Random(0).shuffle(pairs)
+    shares = {"heldout": pairs[:NUM_HELD_OUT], "train": pairs[NUM_HELD_OUT:]}
+    return {name: [row for pair in share for row in rows(*pair)] for name, share in shares.items()}
+
+
+def main() -> None:
+    """Write every file next to this script."""
+    for name, lines in files().items():
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (HERE / f"{name}.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The main job through its real path: console script, Ray, vLLM, FSDP2."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.runs import newest, run, scalars, start, survivors, workplace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workplace(tmp_path_factory.mktemp("work"))
+
+
+@pytest.fixture(scope="module")
+def on_policy(folder: Path) -> Path:
+    """A strictly on-policy run of three steps, with a checkpoint after each."""
+    run(folder, "fit", "--checkpoint.every_n_steps=1", "--checkpoint.keep=9")
+    return newest(folder)
+
+
+def last_weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint without the trainer."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    path = run_folder / "checkpoints" / f"step_{step}.ckpt"
+    dcp_to_torch_save(path, run_folder / f"step_{step}.pt")
+    return torch.load(run_folder / f"step_{step}.pt", weights_only=False)["model"]
+
+
+def test_on_policy_the_ratio_is_one(on_policy: Path):
+    logged = scalars(on_policy)
+    assert logged["policy/staleness_max"] == [0, 0, 0]
+    assert logged["policy/version"] == [1, 2, 3]
+    assert max(logged["policy/mismatch"]) < 1e-5
+    assert max(abs(ratio - 1) for ratio in logged["policy/ratio_max"]) < 1e-4
+    assert min(logged["optim/grad_norm"]) > 0
+
+
+def test_a_run_leaves_its_configuration_and_events(on_policy: Path):
+    assert (on_policy / "config.yaml").is_file()
+    assert list(on_policy.glob("events.out.tfevents*"))
+
+
+def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(folder: Path, on_policy: Path):
+    checkpoint = on_policy / "checkpoints" / "step_1.ckpt"
+    run(folder, "fit", f"--ckpt_path={checkpoint}")
+    resumed = newest(folder)
+    assert scalars(resumed)["policy/version"] == [2, 3]
+    expected, found = last_weights(on_policy, 3), last_weights(resumed, 3)
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weight, found[name]), name
+
+
+def test_generation_runs_ahead_within_the_bound(folder: Path):
+    run(
+        folder,
+        "fit",
+        "--data.lookahead=1",
+        "--data.max_staleness=1",
+        "--trainer.max_steps=6",
+        "--trainer.max_epochs=2",
+    )
+    logged = scalars(newest(folder))
+    assert len(logged["policy/version"]) == 6  # 20 tasks in fours: the second pass has begun
+    assert max(logged["policy/staleness_max"]) == 1
+    assert max(logged["policy/mismatch"]) < 1e-5
+
+
+def test_two_processes_train_the_policy_that_one_does(folder: Path, on_policy: Path):
+    run(folder, "fit", "--trainer.devices=2")
+    one, two = scalars(on_policy), scalars(newest(folder))
+    assert two["reward/mean"][0] == one["reward/mean"][0]
+    assert two["optim/grad_norm"][0] == pytest.approx(one["optim/grad_norm"][0], rel=1e-5)
+    assert max(two["policy/mismatch"]) < 1e-5
+
+
+def test_validate_scores_every_task_and_builds_no_optimizer(folder: Path):
+    output = run(folder, "validate", "--optimizer.lr=-1")  # which no optimizer would accept
+    assert "eval/all/mean" in output
+
+
+def test_test_scores_the_weights_of_a_checkpoint(folder: Path, on_policy: Path):
+    output = run(folder, "test", f"--ckpt_path={on_policy / 'checkpoints' / 'step_3.ckpt'}")
+    assert "eval/all/mean" in output
+
+
+def test_predict_writes_every_trajectory(folder: Path):
+    run(folder, "predict", "--trainer.limit_predict_batches=2", "--rollout_log.console=false")
+    lines = (newest(folder) / "rollouts.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 2 * 4 * 4  # two batches of four groups of four
+    for row in rows:
+        segment = row["segments"][0]
+        assert row["reward"] in (0.0, 1.0)
+        assert {v for v, m in zip(segment["policy_versions"], segment["action_mask"], strict=True)
+                if m} == {0}  # fmt: skip
+
+
+def test_try_prints_rollouts_and_leaves_nothing(folder: Path):
+    before = sorted(folder.rglob("*"))
+    output = run(folder, "try")
+    assert output.count("assistant:") == 4
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_leaves_nothing(folder: Path, number: int):
+    process = start(folder, "fit", "--trainer.max_steps=1000", "--data.lookahead=1",
+                    "--data.max_staleness=2", "--progress.refresh_rate=1")  # fmt: skip
+    printed = ""
+    while "version=2" not in printed:
+        character = process.stdout.read(64)
+        assert character, printed[-3000:]
+        printed += character
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert survivors(children) == []
+    step = len(scalars(newest(folder))["policy/version"])
+    assert (newest(folder) / "checkpoints" / f"step_{step}.ckpt").is_dir()
+
+
+def test_a_reward_that_is_no_number_stops_the_run(folder: Path):
+    (folder / "broken.py").write_text("def nan(task, answer):\n    return float('nan')\n")
+    started = time.monotonic()
+    output = run(folder, "fit", "--data.agent.reward=broken.nan", expect=1)
+    assert "returned the reward nan for task tasks:" in output
+    assert time.monotonic() - started < 200
