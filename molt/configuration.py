@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import lightning.pytorch as pl
 import torch
@@ -55,25 +55,32 @@ REFUSED = {
 """Trainer options that have no effect here, with what to set instead."""
 
 
+UNKNOWN_KEY = r"(accept option '|Option '|unrecognized arguments: --)(?P<key>[\w.]+)"
+"""How jsonargparse says that it does not know a key."""
+
+
 class MoltParser(LightningArgumentParser):
     """A parser that names the nearest key where one is not known."""
 
+    created: ClassVar[list["MoltParser"]] = []
+    """Every parser there is: the one that fails need not be the one that knows the key."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.created.append(self)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the error in one sentence and exit with status 2."""
-        unknown = re.search(
-            r"Option '([\w.]+)' is not accepted|unrecognized arguments: --([\w.]+)|"
-            r"[Kk]ey '([\w.]+)' is not expected",
-            message,
-        )
+        unknown = re.search(UNKNOWN_KEY, message)
         if unknown:
-            key = next(group for group in unknown.groups() if group)
+            key = unknown["key"]
             near = difflib.get_close_matches(key, set(self.known_keys()), n=1)
             message = f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
         self.exit(2, f"molt: {message}\n")
 
     def known_keys(self) -> Iterator[str]:
         """Yield every key, full and in its shortest form."""
-        for action in self._actions:
+        for action in (action for parser in self.created for action in parser._actions):
             yield action.dest
             yield action.dest.rsplit(".", 1)[-1]
         bases = (pl.LightningModule, pl.LightningDataModule, Estimator, PolicyLoss, Env)
@@ -100,6 +107,7 @@ class MoltCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=MoltParser,
             seed_everything_default=0,
+            parser_kwargs={"allow_abbrev": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             save_config_callback=SaveConfigCallback,

@@ -134,15 +134,18 @@ class Engine:
             RuntimeError: The load was refused, broke off or took too long.
         """
         self._usable()
-        # Whatever ends this call before the weights are confirmed must not be generated with.
-        self._fault = f"its load of version {version} did not end well"
+        report: dict[str, Any] = {}
         try:
             async with asyncio.timeout(timeout_s):
                 report = await self._swap(manifest, version)
         except TimeoutError as error:
             message = f"the engine did not load version {version} within {timeout_s:g} s"
             raise RuntimeError(message) from error
-        self._fault = ""
+        finally:
+            # Whatever ended the load before its report, the weights are not to be generated with.
+            # Requests that come in meanwhile wait, because vLLM is paused.
+            if not report:
+                self._fault = f"its load of version {version} did not end well"
         if report["problem"]:
             kept = f"version {self._version}" if self._version >= 0 else "no version"
             raise RuntimeError(
