@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from molt.agents import Env, Limits
 from molt.metrics import rollout_metrics
-from molt.model.packing import pack, partition
+from molt.model.packing import families, pack, partition
 from molt.parallel import FSDP2Strategy
 from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineOptions, RolloutSpec
@@ -327,16 +327,21 @@ def build_batch(
     group_index = [g for g, group in enumerate(groups) for _ in group.trajectories]
     owners = [(i, s) for i, t in enumerate(trajectories) for s in t.segments if s.num_actions]
     lengths = [len(segment.token_ids) for _, segment in owners]
-    rows = partition(lengths, tokens_per_micro_batch, num_ranks)
-    longest = max(sum(lengths[i] for i in row) for share in rows for row in share)
+    # Small enough that the rows of all ranks can be balanced.
+    most = min(tokens_per_micro_batch, sum(lengths) // (4 * num_ranks))
+    kin = families([segment for _, segment in owners], most)
+    sizes = [family.num_tokens for family in kin]
+    rows = partition(sizes, tokens_per_micro_batch, num_ranks)
+    longest = max(sum(sizes[f] for f in row) for share in rows for row in share)
     num_rows = sum(len(share) for share in rows)
     metrics = rollout_metrics(trajectories, group_index) | staleness_metrics(trajectories, step)
-    metrics["perf/padding_frac"] = 1 - sum(lengths) / max(num_rows * longest, 1)
+    metrics["perf/padding_frac"] = 1 - sum(sizes) / max(num_rows * longest, 1)
+    metrics["perf/shared_frac"] = 1 - sum(sizes) / max(sum(lengths), 1)
+    members = [[i for f in row for i in kin[f].members] for row in rows[rank]]
     return Batch(
         step=step,
         micro_batches=[
-            pack([owners[i][1] for i in row], [owners[i][0] for i in row], step)
-            for row in rows[rank]
+            pack([owners[i][1] for i in row], [owners[i][0] for i in row], step) for row in members
         ],
         trajectories=trajectories,
         group_index=torch.tensor(group_index),

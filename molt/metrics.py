@@ -57,9 +57,14 @@ METRICS: dict[str, Metric] = {
     "time/forward_backward_s": Metric("Seconds in forward and backward passes."),
     "time/optimizer_s": Metric("Seconds in clipping and the optimizer."),
     "time/weight_sync_s": Metric("Seconds from the end of a step to confirmed weights."),
-    "perf/tokens_per_second": Metric("Trained tokens per second of wall time, all ranks."),
+    "perf/tokens_per_second": Metric(
+        "Trained tokens, prompts of every trajectory included, per second of wall time."
+    ),
     "perf/trainer_idle_frac": Metric("Share of the step the trainer waited.", "below 0.2"),
     "perf/padding_frac": Metric("Share of the rows' room that balancing left unused."),
+    "perf/shared_frac": Metric(
+        "Share of the batch's tokens not computed, because they are a prompt computed already."
+    ),
     "perf/memory_gib": Metric("Resident memory of the trainer process, or of its GPU."),
 }
 """Metrics of a step; evaluation adds ``eval/<set>/{mean,error_frac}``."""

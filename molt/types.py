@@ -189,9 +189,25 @@ class Group:
     """One for each member that trains; faults are replaced before a group is finished."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring tokens of a row that see themselves, causally, and a prefix before them."""
+
+    start: int
+    """Place of the first token."""
+    length: int
+    """Number of tokens."""
+    prefix_start: int = 0
+    """Place where the prefix starts: the prompt that several segments of the row share."""
+    prefix_length: int = 0
+    """Its number of tokens; 0 where the span is a segment of its own, or a shared prompt."""
+
+
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
     """Segments packed into one row: what one forward and backward pass sees.
+
+    Segments that begin with the same prompt share its tokens: they are computed once.
 
     The first block has one entry per token of the row, the second one per action token, in row
     order, so that a loss never meets a token that the policy did not sample.
@@ -200,11 +216,13 @@ class MicroBatch:
     token_ids: Tensor
     """[P] int64, the segments one after another."""
     position_ids: Tensor
-    """[P] int64, restarting at 0 with every segment."""
-    segment_lengths: list[int]
-    """[S] tokens of each segment."""
+    """[P] int64, restarting at 0 with every segment, and after a shared prompt with its length."""
+    spans: list[Span]
+    """What sees what: the row, in order and without gaps."""
     action_index: Tensor
-    """[A] int64, positions of the action tokens in the row."""
+    """[A] int64, places of the action tokens in the row."""
+    context_index: Tensor
+    """[A] int64, places of the tokens before them, whose hidden states predict them."""
     behavior_logprobs: Tensor
     """[A] log-probs the tokens were sampled with."""
     staleness: Tensor

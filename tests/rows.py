@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molt.types import MicroBatch
+from molt.types import MicroBatch, Span
 
 
 @dataclass
@@ -51,12 +51,16 @@ def pack(rows: list[Row]) -> MicroBatch:
     def per_action(values: list[float]) -> Tensor:
         return torch.tensor(values).repeat_interleave(counts)
 
+    starts = [0, *torch.tensor([len(row.token_ids) for row in rows]).cumsum(0).tolist()]
+    spans = [Span(start, len(row.token_ids)) for start, row in zip(starts, rows, strict=False)]
+    actions = torch.cat([row.action_mask for row in rows]).nonzero()[:, 0]
     index = torch.arange(len(rows)).repeat_interleave(counts)
     return MicroBatch(
         token_ids=torch.cat([row.token_ids for row in rows]),
         position_ids=torch.cat([torch.arange(len(row.token_ids)) for row in rows]),
-        segment_lengths=[len(row.token_ids) for row in rows],
-        action_index=torch.cat([row.action_mask for row in rows]).nonzero()[:, 0],
+        spans=spans,
+        action_index=actions,
+        context_index=actions - 1,
         behavior_logprobs=torch.zeros(len(index)),
         staleness=torch.zeros(len(index), dtype=torch.long),
         temperature=per_action([float(row.temperature) for row in rows]),

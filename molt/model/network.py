@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from molt.model.attention import segment_kwargs
+from molt.model.attention import AttentionPlan
 from molt.model.logprobs import linear_logprobs
 from molt.types import MicroBatch
 
@@ -46,12 +46,12 @@ def policy_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, 
         input_ids=micro.token_ids[None],
         position_ids=micro.position_ids[None],
         use_cache=False,
-        **segment_kwargs(micro.segment_lengths, micro.token_ids.device),
+        attention_plan=AttentionPlan(micro.spans, micro.token_ids.device),
     ).last_hidden_state[0]  # [P, H]
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     return linear_logprobs(
-        hidden[micro.action_index - 1],
+        hidden[micro.context_index],
         head.weight,
         micro.token_ids[micro.action_index],
         micro.temperature,

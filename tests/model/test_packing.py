@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt.model.packing import pack, partition
-from molt.types import Segment
+from molt.model.packing import families, pack, partition, prompt_length
+from molt.types import Segment, Span
 
 
 def segment(token_ids: list[int], first_action: int, version: int, temperature: float) -> Segment:
@@ -41,8 +41,9 @@ def test_a_row_keeps_segments_apart():
     row = pack([segment([5, 6, 7, 8], 2, 3, 1.0), segment([5, 9], 1, 2, 0.7)], [10, 11], step=4)
     assert row.token_ids.tolist() == [5, 6, 7, 8, 5, 9]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
-    assert row.segment_lengths == [4, 2]
+    assert row.spans == [Span(0, 4), Span(4, 2)]
     assert row.action_index.tolist() == [2, 3, 5]
+    assert row.context_index.tolist() == [1, 2, 4]
     assert row.staleness.tolist() == [1, 1, 2]
     assert row.segment_index.tolist() == [0, 0, 1]
     assert row.trajectory_index.tolist() == [10, 10, 11]
@@ -50,8 +51,38 @@ def test_a_row_keeps_segments_apart():
     np.testing.assert_allclose(row.behavior_logprobs, [-0.5, -0.5, -0.5])
 
 
+def test_a_prompt_that_segments_share_is_laid_down_once():
+    # [5 6] continues as 7 8 and as 9; [4 | 3] stands between them and alone.
+    segments = [segment([5, 6, 7, 8], 2, 3, 1.0), segment([4, 3], 1, 3, 1.0),
+                segment([5, 6, 9], 2, 2, 1.0)]  # fmt: skip
+    row = pack(segments, [0, 1, 2], step=3)
+    assert row.token_ids.tolist() == [5, 6, 7, 8, 9, 4, 3]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 2, 0, 1]
+    assert row.spans == [Span(0, 2), Span(2, 2, 0, 2), Span(4, 1, 0, 2), Span(5, 2)]
+    assert row.action_index.tolist() == [2, 3, 4, 6]
+    assert row.context_index.tolist() == [1, 2, 1, 5]
+    assert row.trajectory_index.tolist() == [0, 0, 2, 1]
+    assert row.staleness.tolist() == [0, 0, 1, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=30))
+def test_families_hold_every_segment_once_and_no_more_than_fits(kinds: list[tuple[int, int]]):
+    prompts = ([1], [1, 2], [1, 2, 3, 4])
+    segments = [segment([*prompts[p], *[9] * n], len(prompts[p]), 0, 1.0) for p, n in kinds]
+    found = families(segments, capacity=12)
+    assert sorted(i for family in found for i in family.members) == list(range(len(segments)))
+    for family in found:
+        prompt = {
+            tuple(segments[i].token_ids[: prompt_length(segments[i])]) for i in family.members
+        }
+        assert len(prompt) == 1
+        own = sum(segments[i].num_actions for i in family.members)
+        assert family.num_tokens == len(prompt.pop()) + own
+        assert family.num_tokens <= 12
+
+
 def test_an_empty_row_has_a_token_but_no_action():
     row = pack([], [], step=0)
     assert row.token_ids.tolist() == [0]
-    assert row.segment_lengths == [1]
+    assert row.spans == [Span(0, 1)]
     assert row.action_index.numel() == row.weights.numel() == row.temperature.numel() == 0
