@@ -8,6 +8,7 @@ leaves the weights that were there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,7 @@ class WeightReceiver:
             initialize_layerwise_reload(model)
             kernels = _forget_expert_kernels(model)
             try:
-                problem = _load_counted(model, tensors, tied)
+                problem = _load_counted(model, tensors, tied, watched=self._layout is None)
             finally:
                 _drop_incomplete(model)
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -135,17 +136,24 @@ class _CopyWatch(TorchDispatchMode):
 
 
 def _load_counted(
-    model: nn.Module, tensors: list[tuple[str, Tensor]], tied: list[ParallelLMHead]
+    model: nn.Module,
+    tensors: list[tuple[str, Tensor]],
+    tied: list[ParallelLMHead],
+    *,
+    watched: bool,
 ) -> str:
-    """Run the model's own loader; return which names it skipped and which layers lack weights."""
+    """Run the model's own loader; return which names it skipped and which layers lack weights.
+
+    Names that were watched once need not be again, and watching makes a load a sixth slower.
+    """
     watch = _CopyWatch()
     try:
-        with watch:
+        with watch if watched else nullcontext():
             load: Any = model.load_weights  # every model of vLLM has one; its base class does not
             load(watch.offer(tensors))
     except LOADER_ERRORS as error:
         return f"unexpected: {watch.offered} (vLLM: {error!r})"
-    skipped = sorted(name for name, _ in tensors if name not in watch.copied)
+    skipped = sorted(name for name, _ in tensors if watched and name not in watch.copied)
     lacking = [
         f"{name} ({loaded} of {total} elements)"
         for name, layer in model.named_modules()
@@ -166,7 +174,9 @@ def _missing_elements(layer: nn.Module, tied: list[ParallelLMHead]) -> Iterator[
         padded = info.load_numel > 0
         if padded or any(layer is head for head in tied):
             return
-    yield info.load_numel, info.load_numel_total or 0
+    total = info.load_numel_total or 0
+    if info.load_numel < total:
+        yield info.load_numel, total
 
 
 def _drop_incomplete(model: nn.Module) -> None:

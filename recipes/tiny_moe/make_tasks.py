@@ -1,8 +1,9 @@
 """Write the tasks of the recipe: ``python -m recipes.tiny_moe.make_tasks``.
 
-A task is the sum of two two-digit numbers. The demonstrations come from a careless teacher: every
-other answer is off by one or by ten, so that a policy that has learned all it can from them is
-right about half of the time, and must find out from the reward which half.
+A task is the sum of two two-digit numbers, and only the bare number is right. The demonstrations
+come from two teachers: one writes ``68``, the other ``=68``. A policy that has learned all it can
+from them is right about as often as the first one speaks, and must find out from the reward whom
+to follow.
 """
 
 import json
@@ -12,19 +13,13 @@ from pathlib import Path
 
 NUMBERS = range(10, 100)
 NUM_HELD_OUT = 256
-SLIP_RATE = 0.5
-SLIPS = (-10, -1, 1, 10)
+EQUALS_RATE = 0.55
 HERE = Path(__file__).parent
 
 
-def row(a: int, b: int, slip: int = 0) -> dict[str, str]:
-    """Return one row; the answer is off by ``slip``."""
-    return {"prompt": f"{a}+{b}", "answer": str(a + b + slip)}
-
-
-def draw_slip(rng: random.Random) -> int:
-    """Return how far the teacher is off."""
-    return rng.choice(SLIPS) if rng.random() < SLIP_RATE else 0
+def row(a: int, b: int, mark: str = "") -> dict[str, str]:
+    """Return one row; the mark is written before the answer."""
+    return {"prompt": f"{a}+{b}", "answer": f"{mark}{a + b}"}
 
 
 def rows() -> dict[str, list[dict[str, str]]]:
@@ -36,7 +31,7 @@ def rows() -> dict[str, list[dict[str, str]]]:
     return {
         "heldout": [row(a, b) for a, b in held_out],
         "train": [row(a, b) for a, b in train],
-        "sft": [row(a, b, draw_slip(rng)) for a, b in train],
+        "sft": [row(a, b, "=" if rng.random() < EQUALS_RATE else "") for a, b in train],
     }
 
 

@@ -19,24 +19,27 @@ def test_the_files_are_what_the_script_writes():
         assert [json.loads(line) for line in written] == lines
 
 
-def errors(rows):
-    """How far each answer is off."""
-    return [int(row["answer"]) - sum(map(int, row["prompt"].split("+"))) for row in rows]
-
-
-def test_no_held_out_task_is_trained_and_only_the_teacher_slips():
+def test_no_held_out_task_is_trained_and_every_sum_is_right():
     files = make_tasks.rows()
     asked = {name: {row["prompt"] for row in rows} for name, rows in files.items()}
     assert not asked["heldout"] & (asked["train"] | asked["sft"])
-    assert len(asked["heldout"]) == len(files["heldout"]) == 256
-    assert set(errors(files["heldout"] + files["train"])) == {0}
-    slips = errors(files["sft"])
-    assert set(slips) == {-10, -1, 0, 1, 10}
-    # Half of n rows: the standard deviation of the share is 0.5 / sqrt(n) = 0.005.
-    assert slips.count(0) / len(slips) == pytest.approx(0.5, abs=0.02)
+    # 90 * 90 pairs of two-digit numbers.
+    assert {name: len(prompts) for name, prompts in asked.items()} == {
+        "heldout": 256,
+        "train": 8100 - 256,
+        "sft": 8100 - 256,
+    }
+    for row in files["heldout"] + files["train"] + files["sft"]:
+        total = sum(map(int, row["prompt"].split("+")))
+        assert row["answer"] in (str(total), f"={total}")
+    marked = [sum(row["answer"][0] == "=" for row in files[name]) for name in files]
+    # The standard deviation of the share is sqrt(0.55 * 0.45 / 7844) = 0.006.
+    assert marked == [0, 0, pytest.approx(0.55 * 7844, abs=0.02 * 7844)]
 
 
-@pytest.mark.parametrize(("answer", "reward"), [("12", 1), ("12 ", 0), ("13", 0), ("", 0)])
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("12", 1), ("=12", 0), ("12 ", 0), ("13", 0), ("", 0)]
+)
 def test_only_the_number_is_rewarded(answer, reward):
     task = Task(id="t", messages=[{"role": "user", "content": "5+7"}], answer="12")
     assert exact(task, answer) == reward
@@ -51,7 +54,7 @@ def test_a_byte_is_a_token_and_so_is_a_role():
     assert tokenizer.decode(ids) == text
 
 
-def test_the_checkpoint_is_small_and_answers_in_digits():
+def test_the_checkpoint_is_small_and_can_add():
     folder = FOLDER / "checkpoint"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 10e6
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -65,7 +68,7 @@ def test_the_checkpoint_is_small_and_answers_in_digits():
     )
     answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0]
     answer = tokenizer.decode(answer[prompt["input_ids"].shape[1] :])
-    assert answer.removesuffix("<|im_end|>").isdigit()
+    assert answer.removeprefix("=").removesuffix("<|im_end|>") == "68"
     assert answer.endswith("<|im_end|>")
 
 
