@@ -1,10 +1,6 @@
 """Evaluation: score the task sets at the start, every n steps, and at the end."""
 
-from typing import Any
-
 import lightning.pytorch as pl
-
-from molt.types import Batch
 
 
 class Evaluation(pl.Callback):
@@ -24,33 +20,27 @@ class Evaluation(pl.Callback):
         self.every_n_steps, self.at_start, self.at_end = every_n_steps, at_start, at_end
         self.evaluated_step = -1
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Have Lightning evaluate between steps."""
+        if self.every_n_steps:
+            trainer.val_check_interval = self.every_n_steps
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Score the policy before its first step."""
         if self.at_start:
             self.evaluate(trainer)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-    ) -> None:
-        """Score the policy every n steps."""
-        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
-            self.evaluate(trainer)
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remember which weights were scored."""
+        self.evaluated_step = trainer.global_step
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Score the policy after its last step."""
-        if self.at_end and not trainer.should_stop:
+        """Score the policy after its last step, unless it was or the run was asked to stop."""
+        if self.at_end and not trainer.should_stop and self.evaluated_step != trainer.global_step:
             self.evaluate(trainer)
 
     def evaluate(self, trainer: pl.Trainer) -> None:
-        """Run Lightning's own validation loop, once per policy version."""
-        if self.evaluated_step == trainer.global_step:
-            return
-        self.evaluated_step = trainer.global_step
+        """Run Lightning's own validation loop outside of its schedule."""
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
+from molt.data import EvalBatch
 from molt.types import Batch, Trajectory
 
 
@@ -54,8 +55,8 @@ class RolloutLog(pl.Callback):
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
-        outputs: list[Trajectory],
-        batch: Any,
+        outputs: Any,
+        batch: EvalBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -67,9 +68,11 @@ class RolloutLog(pl.Callback):
             path = Path(folder) / "rollouts.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
-                file.writelines(json.dumps(record(trajectory)) + "\n" for trajectory in outputs)
+                file.writelines(
+                    json.dumps(record(trajectory)) + "\n" for trajectory in batch.trajectories
+                )
         if self.console:
-            Console().print(table(outputs, "rollouts"))
+            Console().print(table(batch.trajectories, "rollouts"))
 
 
 def extremes(trajectories: Sequence[Trajectory], num_rows: int) -> list[Trajectory]:

@@ -20,7 +20,7 @@ from molt.model import Policy
 from molt.parallel import FSDP2Strategy
 from molt.preflight import check_run
 from molt.tally import Tally, check_mismatch
-from molt.types import Batch, MicroBatch, Trajectory
+from molt.types import Batch, MicroBatch
 
 
 class PolicyModule(pl.LightningModule):
@@ -175,6 +175,5 @@ class PolicyModule(pl.LightningModule):
         """Log the scores of one task set."""
         self.validation_step(batch, batch_idx)
 
-    def predict_step(self, batch: EvalBatch, batch_idx: int) -> list[Trajectory]:
-        """Hand the trajectories to the callbacks, which write or show them."""
-        return batch.trajectories
+    def predict_step(self, batch: EvalBatch, batch_idx: int) -> None:
+        """Do nothing: the callbacks write or show the trajectories of the batch."""

@@ -1,7 +1,7 @@
 """Write the tasks of the recipe: ``python -m recipes.tiny_moe.make_tasks``.
 
 A task is the sum of two two-digit numbers, and only the bare number is right. The demonstrations
-come from two teachers: one writes ``68``, the other ``=68``. A policy that has learned all it can
+come from two teachers: one writes ``68``, the other ``68.``. A policy that has learned all it can
 from them is right about as often as the first one speaks, and must find out from the reward whom
 to follow.
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 
 NUMBERS = range(10, 100)
 NUM_HELD_OUT = 256
-EQUALS_RATE = 0.55
+FULL_STOP_RATE = 0.55
 HERE = Path(__file__).parent
 
 
 def row(a: int, b: int, mark: str = "") -> dict[str, str]:
-    """Return one row; the mark is written before the answer."""
-    return {"prompt": f"{a}+{b}", "answer": f"{mark}{a + b}"}
+    """Return one row; the mark is written behind the answer."""
+    return {"prompt": f"{a}+{b}", "answer": f"{a + b}{mark}"}
 
 
 def rows() -> dict[str, list[dict[str, str]]]:
@@ -31,7 +31,7 @@ def rows() -> dict[str, list[dict[str, str]]]:
     return {
         "heldout": [row(a, b) for a, b in held_out],
         "train": [row(a, b) for a, b in train],
-        "sft": [row(a, b, "=" if rng.random() < EQUALS_RATE else "") for a, b in train],
+        "sft": [row(a, b, "." if rng.random() < FULL_STOP_RATE else "") for a, b in train],
     }
 
 

@@ -31,14 +31,14 @@ def test_no_held_out_task_is_trained_and_every_sum_is_right():
     }
     for row in files["heldout"] + files["train"] + files["sft"]:
         total = sum(map(int, row["prompt"].split("+")))
-        assert row["answer"] in (str(total), f"={total}")
-    marked = [sum(row["answer"][0] == "=" for row in files[name]) for name in files]
+        assert row["answer"] in (str(total), f"{total}.")
+    marked = [sum(row["answer"][-1] == "." for row in files[name]) for name in files]
     # The standard deviation of the share is sqrt(0.55 * 0.45 / 7844) = 0.006.
     assert marked == [0, 0, pytest.approx(0.55 * 7844, abs=0.02 * 7844)]
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [("12", 1), ("=12", 0), ("12 ", 0), ("13", 0), ("", 0)]
+    ("answer", "reward"), [("12", 1), ("12.", 0), ("12 ", 0), ("13", 0), ("", 0)]
 )
 def test_only_the_number_is_rewarded(answer, reward):
     task = Task(id="t", messages=[{"role": "user", "content": "5+7"}], answer="12")
@@ -68,7 +68,7 @@ def test_the_checkpoint_is_small_and_can_add():
     )
     answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0]
     answer = tokenizer.decode(answer[prompt["input_ids"].shape[1] :])
-    assert answer.removeprefix("=").removesuffix("<|im_end|>") == "68"
+    assert answer.removesuffix("<|im_end|>").removesuffix(".") == "68"
     assert answer.endswith("<|im_end|>")
 
 
