@@ -44,6 +44,10 @@ METRICS: dict[str, Metric] = {
         "Mean absolute log-prob difference between engine and trainer on tokens of staleness 0.",
         "below 1e-4 in float32, below 0.1 in bfloat16",
     ),
+    "policy/mismatch_frac": Metric(
+        "Share of the batch's tokens whose log-prob differs by more than rounding explains.",
+        "near 0; above 0.5 the run stops",
+    ),
     "policy/ratio_max": Metric("Largest importance ratio to the behavior policy.", "below 10"),
     "policy/clipped_frac": Metric("Share of tokens whose gradient was clipped away.", "below 0.3"),
     "policy/corrected_frac": Metric("Share of tokens whose weight was corrected.", "below 0.1"),

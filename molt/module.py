@@ -92,7 +92,7 @@ class PolicyModule(pl.LightningModule):
         """Take one optimizer step on one batch."""
         self.assign_credit(batch)
         started = perf_counter()
-        tally = Tally(self.device)
+        tally = Tally(self.device, self.strategy.param_dtype)
         for micro in self.strategy.accumulate(self.policy, batch.micro_batches):
             logprobs, entropy = self.policy.logprobs(micro)
             self.manual_backward(self.micro_loss(micro, logprobs, entropy, tally, batch))
@@ -164,7 +164,7 @@ class PolicyModule(pl.LightningModule):
         figures["policy/version"] = float(self.trainer.global_step)
         figures["optim/lr"] = cast(LightningOptimizer, self.optimizers()).param_groups[0]["lr"]
         self.log_dict(figures)
-        check_mismatch(figures.get("policy/mismatch", 0.0), self.strategy.param_dtype, batch.step)
+        check_mismatch(figures, batch.step)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Log the scores of one task set."""

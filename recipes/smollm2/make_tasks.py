@@ -1,14 +1,15 @@
 """Write the tasks of the recipe: ``python -m recipes.smollm2.make_tasks``.
 
-A task adds or multiplies two one-digit numbers that are spelled out. Each pair of numbers is asked
-in two wordings; a pair that is held out is trained in neither.
+A task adds or multiplies two one-digit numbers. Each pair of numbers is asked in two wordings; a
+pair that is held out is trained in neither.
 """
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SYSTEM = {"role": "system", "content": "Answer with the number only."}
 WORDINGS = {
     "+": ("What is {a} plus {b}?", "What is the sum of {a} and {b}?"),
     "*": ("What is {a} times {b}?", "What is the product of {a} and {b}?"),
@@ -17,14 +18,15 @@ NUM_HELD_OUT = 50
 HERE = Path(__file__).parent
 
 
-def rows(operation: str, a: int, b: int) -> list[dict[str, str]]:
+def rows(operation: str, a: int, b: int) -> list[dict[str, Any]]:
     """Return the rows of one pair of numbers."""
     answer = str(a + b if operation == "+" else a * b)
-    questions = [text.format(a=DIGITS[a], b=DIGITS[b]) for text in WORDINGS[operation]]
-    return [{"prompt": f"{q} Answer with the number only.", "answer": answer} for q in questions]
+    questions = [text.format(a=a, b=b) for text in WORDINGS[operation]]
+    prompts = [[SYSTEM, {"role": "user", "content": question}] for question in questions]
+    return [{"prompt": prompt, "answer": answer} for prompt in prompts]
 
 
-def files() -> dict[str, list[dict[str, str]]]:
+def files() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each file, the same ones every time."""
     pairs = [(operation, a, b) for operation in WORDINGS for a in range(10) for b in range(10)]
     random.Random(0).shuffle(pairs)
