@@ -193,11 +193,9 @@ class SFTDataModule(pl.LightningDataModule):
         assert self.trainer is not None
         return SFTLoader(self, self.trainer)
 
-    def val_dataloader(self) -> list[SFTBatch]:
-        """Return the held-out demonstrations in the order of the file."""
-        size = self.batch_size
-        starts = range(0, len(self.val_segments), size)
-        return [self.batch(self.val_segments[i : i + size], step=0) for i in starts]
+    def val_dataloader(self) -> "list[HeldOutLoader]":
+        """Return the held-out demonstrations, where there are any."""
+        return [HeldOutLoader(self)] if self.val_segments else []
 
     def batch(self, segments: Sequence[Segment], step: int) -> SFTBatch:
         """Pack this rank's share of a batch."""
@@ -238,6 +236,27 @@ class SFTLoader:
         for place in range(first, len(self)):
             chosen = order[place * data.batch_size : (place + 1) * data.batch_size]
             yield data.batch([data.segments[i] for i in chosen], trainer.global_step)
+
+
+class HeldOutLoader:
+    """The held-out demonstrations in the order of the file.
+
+    Args:
+        data: The data module.
+    """
+
+    def __init__(self, data: SFTDataModule) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-len(self.data.val_segments) // self.data.batch_size)
+
+    def __iter__(self) -> Iterator[SFTBatch]:
+        """Yield every batch once."""
+        size = self.data.batch_size
+        for first in range(0, len(self.data.val_segments), size):
+            yield self.data.batch(self.data.val_segments[first : first + size], step=0)
 
 
 def demonstration(renderer: Renderer, task: Task, has_answer: bool) -> Segment:

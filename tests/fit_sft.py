@@ -1,11 +1,11 @@
-"""One optimizer step on demonstrations: fit_sft.py FOLDER RUN TOKENS_PER_MICRO_BATCH DEVICES.
+"""One optimizer step on demonstrations: fit_sft.py DEVICES FOLDER... --runs NAME=TOKENS...
 
-Reads FOLDER/model, FOLDER/train.jsonl and FOLDER/val.jsonl; writes the trained model to FOLDER/RUN
-and what was logged to FOLDER/RUN.json.
+For every folder and run, reads FOLDER/model, FOLDER/train.jsonl and FOLDER/val.jsonl, packs up to
+TOKENS per row, and writes the trained model to FOLDER/NAME and what was logged to FOLDER/NAME.json.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -23,12 +23,11 @@ class OneStep(SFTModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
 
-def main() -> None:
+def fit(folder: Path, name: str, tokens: int, devices: int) -> None:
     """Fit one step, then measure the held-out loss."""
-    folder, run = Path(sys.argv[1]), sys.argv[2]
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=int(sys.argv[4]),
+        devices=devices,
         strategy=FSDP2Strategy(param_dtype="float32"),
         max_steps=1,
         logger=False,
@@ -38,18 +37,31 @@ def main() -> None:
         num_sanity_val_steps=0,
         val_check_interval=1,
     )
-    module = OneStep(str(folder / "model"), save_to=str(folder / run), max_grad_norm=0.0)
+    module = OneStep(str(folder / "model"), save_to=str(folder / name), max_grad_norm=0.0)
     data = SFTDataModule(
         str(folder / "train.jsonl"),
         batch_size=5,
-        tokens_per_micro_batch=int(sys.argv[3]),
+        tokens_per_micro_batch=tokens,
         val_path=str(folder / "val.jsonl"),
     )
     trainer.fit(module, datamodule=data)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     logged["lr_after"] = trainer.optimizers[0].param_groups[0]["lr"]
     if trainer.is_global_zero:
-        (folder / f"{run}.json").write_text(json.dumps(logged))
+        (folder / f"{name}.json").write_text(json.dumps(logged))
+
+
+def main() -> None:
+    """Fit every folder in every way, one after another."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("devices", type=int)
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--runs", nargs="+", required=True)
+    args = parser.parse_args()
+    for folder in args.folders:
+        for text in args.runs:
+            name, tokens = text.split("=")
+            fit(folder, name, int(tokens), args.devices)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The main job through its real path: console script, Ray, vLLM, FSDP2."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ import psutil
 import pytest
 import torch
 
-from tests.runs import newest, run, scalars, start, survivors, workplace
+from tests.runs import ROOT, newest, run, scalars, start, survivors, workplace
+
+README = ROOT / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +137,24 @@ def test_a_reward_that_is_no_number_stops_the_run(folder: Path):
     output = run(folder, "fit", "--data.agent.reward=broken.nan", expect=1)
     assert "returned the reward nan for task tasks:" in output
     assert time.monotonic() - started < 200
+
+
+def test_the_parts_that_the_readme_shows_run_together(folder: Path):
+    """What a new user writes: an environment of several turns, an estimator and a callback."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    for name, code in zip(("guess", "my_estimators", "my_callbacks"), blocks, strict=True):
+        (folder / f"{name}.py").write_text(code)
+    run(
+        folder,
+        "fit",
+        "--data.agent=guess.Guess",
+        "--model.estimator=my_estimators.RLOO",
+        "--trainer.callbacks+=my_callbacks.LongestAnswer",
+        "--data.engines.max_model_len=512",
+        "--data.lookahead=1",
+        "--data.max_staleness=1",
+    )
+    logged = scalars(newest(folder))
+    assert max(logged["rollout/turns_mean"]) > 2  # an untrained policy hardly ever guesses right
+    assert max(logged["rollout/response_tokens_max"]) <= 3 * 6
+    assert max(logged["policy/mismatch"]) < 1e-5

@@ -18,7 +18,7 @@ SCRIPT = ROOT / "tests" / "fit_sft.py"
 # 30 assistant tokens.
 TRAIN = [("1", "a"), ("two", "bc"), ("3+3", "defghij"), ("a longer one", "kl "), ("5", "m" * 12)]
 VAL = [("x", "yz"), ("yy", "")]
-RUNS = {"whole": (8192, 1), "split": (40, 1), "ranks": (40, 2)}
+MODELS = {"tied": tiny_dense, "moe": tiny_moe}
 
 
 def write(path, rows):
@@ -40,17 +40,24 @@ def oracle(model, tokenizer, rows):
     return total / count, count
 
 
-@pytest.fixture(scope="module", params=[tiny_dense, tiny_moe], ids=["tied", "moe"])
-def folder(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Every model after one step: in one row, in several rows, and on two ranks."""
     path = tmp_path_factory.mktemp("sft")
-    request.param(path / "model")
-    write(path / "train.jsonl", TRAIN)
-    write(path / "val.jsonl", VAL)
-    for name, (tokens, devices) in RUNS.items():
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", devices]
-        python = [sys.executable, *(launch if devices > 1 else [])]
-        run([*python, SCRIPT, path, name, tokens, devices])
+    for name, make in MODELS.items():
+        make(path / name / "model")
+        write(path / name / "train.jsonl", TRAIN)
+        write(path / name / "val.jsonl", VAL)
+    folders = [path / name for name in MODELS]
+    run([sys.executable, SCRIPT, 1, *folders, "--runs", "whole=8192", "split=40"])
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    run([sys.executable, *launch, SCRIPT, 2, *folders, "--runs", "ranks=40"])
     return path
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, root):
+    return root / request.param
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,7 @@ def expected(folder):
     return model, loss.item(), held_out.item()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["whole", "split", "ranks"])
 def test_a_step_is_the_gradient_of_the_mean_over_assistant_tokens(folder, expected, name):
     model, loss, held_out = expected
     saved = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)

@@ -11,8 +11,8 @@ from typing import Any
 
 SYSTEM = {"role": "system", "content": "Answer with the number only."}
 WORDINGS = {
-    "+": ("What is {a} plus {b}?", "What is the sum of {a} and {b}?"),
-    "*": ("What is {a} times {b}?", "What is the product of {a} and {b}?"),
+    "+": ("What is {a} plus {b}?", "Compute {a} plus {b}."),
+    "*": ("What is {a} times {b}?", "Compute {a} times {b}."),
 }
 NUM_HELD_OUT = 50
 HERE = Path(__file__).parent

@@ -5,7 +5,7 @@ import pytest
 
 from molt.types import Task
 from recipes.smollm2 import make_tasks
-from recipes.smollm2.reward import number
+from recipes.smollm2.reward import last_number
 
 FOLDER = Path(make_tasks.__file__).parent
 
@@ -27,17 +27,18 @@ def test_answers_are_right_and_no_held_out_pair_is_trained():
 
 def key(row):
     """The operation and the digits of a row, after checking its answer."""
-    words = row["prompt"].replace("?", " ").split()
-    a, b = (make_tasks.DIGITS.index(word) for word in words if word in make_tasks.DIGITS)
-    multiplies = "times" in words or "product" in words
-    assert row["answer"] == str(a * b if multiplies else a + b)
-    return multiplies, a, b
+    system, question = row["prompt"]
+    assert (system["role"], question["role"]) == ("system", "user")
+    words = question["content"].strip("?.").split()
+    operation, a, b = words[-2], int(words[-3]), int(words[-1])
+    assert row["answer"] == str({"plus": a + b, "times": a * b}[operation])
+    return operation, a, b
 
 
 @pytest.mark.parametrize(
     ("answer", "reward"),
-    [("12", 1), (" 12.\n", 1), ("13", 0), ("112", 0), ("The answer is 12.", 0), ("", 0)],
+    [("12", 1), ("3 times 4 is 12.", 1), ("12, no, 13", 0), ("112", 0), ("twelve", 0), ("", 0)],
 )
-def test_only_the_number_is_rewarded(answer, reward):
+def test_the_last_number_is_rewarded(answer, reward):
     task = Task(id="t", messages=[{"role": "user", "content": "?"}], answer="12")
-    assert number(task, answer) == reward
+    assert last_number(task, answer) == reward

@@ -78,14 +78,14 @@ def test_fine_tuning_in_short_form(tmp_path):
         [
             *(sys.executable, "-m", "molt.cli", "fit", "--config", "recipes/tiny_moe/sft.yaml"),
             *("--model.model", tmp_path / "untrained", "--model.save_to", tmp_path / "trained"),
-            *("--trainer.max_steps", 12, "--trainer.logger", "false"),
+            *("--trainer.max_steps", 30, "--trainer.logger", "false"),
             *("--trainer.default_root_dir", tmp_path, "--data.batch_size", 32),
         ]
     )
     before, after = loss(tmp_path / "untrained"), loss(tmp_path / "trained")
-    # An untrained model guesses among 320 tokens: log(320) = 5.8 nats. One that has found out that
-    # answers are digits guesses among 10: 2.3 nats.
-    assert before == pytest.approx(5.8, abs=0.2)
+    # An untrained model guesses among 320 tokens: log(320) = 5.8 nats, give or take its random
+    # weights. One that has found out that answers are digits guesses among 10: 2.3 nats.
+    assert before == pytest.approx(5.8, abs=0.5)
     assert after < 3.5
 
 
