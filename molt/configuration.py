@@ -142,6 +142,8 @@ class MoltCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Build the trainer with the callbacks that the data calls for."""
+        if self._get(cast(Namespace, self.config_init), "trainer").logger is False:
+            self.save_config_callback = None  # a run without a logger leaves nothing
         keys = self._parser(self.subcommand).callback_keys
         if not isinstance(self.datamodule, RolloutDataModule):
             keys = [key for key in keys if not issubclass(BUILT_IN[key], ROLLOUT_ONLY)]

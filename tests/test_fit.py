@@ -155,6 +155,7 @@ def test_the_parts_that_the_readme_shows_run_together(folder: Path):
         "--data.max_staleness=1",
     )
     logged = scalars(newest(folder))
-    assert max(logged["rollout/turns_mean"]) > 2  # an untrained policy hardly ever guesses right
+    # Most turns of an untrained policy run into their limit, which ends the attempt; some do not.
+    assert max(logged["rollout/turns_mean"]) > 1
     assert max(logged["rollout/response_tokens_max"]) <= 3 * 6
     assert max(logged["policy/mismatch"]) < 1e-5
