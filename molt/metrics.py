@@ -54,6 +54,7 @@ METRICS: dict[str, Metric] = {
     "loss/total": Metric("The loss that was differentiated."),
     "loss/policy": Metric("Its policy part."),
     "loss/sft": Metric("Negative log-prob per assistant token, in nats.", "falls"),
+    "loss/sft_held_out": Metric("The same on held-out demonstrations.", "falls"),
     "optim/lr": Metric("Learning rate of the step."),
     "optim/grad_norm": Metric("Gradient norm before clipping."),
     "time/step_s": Metric("Seconds from one step to the next."),
