@@ -8,6 +8,7 @@ if __name__ != "molt.callbacks":
 from molt.callbacks.checkpoint import SaveCheckpoint
 from molt.callbacks.evaluation import Evaluation
 from molt.callbacks.graceful_stop import GracefulStop
+from molt.callbacks.hf_export import HFExport
 from molt.callbacks.progress import ProgressBar
 from molt.callbacks.report import RunReport
 from molt.callbacks.rollout_log import RolloutLog
@@ -17,6 +18,7 @@ from molt.callbacks.weight_sync import WeightSync
 __all__ = [
     "Evaluation",
     "GracefulStop",
+    "HFExport",
     "ProgressBar",
     "RolloutLog",
     "RunReport",

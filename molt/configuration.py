@@ -33,6 +33,7 @@ BUILT_IN: dict[str, type[pl.Callback]] = {
     "rollout_log": callbacks.RolloutLog,
     "report": callbacks.RunReport,
     "checkpoint": callbacks.SaveCheckpoint,
+    "hf_export": callbacks.HFExport,
     "progress": callbacks.ProgressBar,
     "graceful_stop": callbacks.GracefulStop,
 }

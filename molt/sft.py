@@ -12,17 +12,14 @@ from typing import cast
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from molt.agents.render import Renderer
 from molt.model import Policy
 from molt.model.packing import pack, partition
 from molt.parallel import FSDP2Strategy
-from molt.parallel.shard import empty_model, model_folder
 from molt.preflight import check_model
 from molt.tasks import JsonlTasks
 from molt.types import MicroBatch, Segment, Task
@@ -50,18 +47,16 @@ class SFTModule(pl.LightningModule):
 
     Args:
         model: Folder (or Hub name) of a Hugging Face causal language model with a chat template.
-        save_to: Folder for the trained model, in the same format; null saves none.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them as they are.
     """
 
     policy: Policy
     """The network; ``configure_model`` builds it."""
 
-    def __init__(self, model: str, save_to: str | None = None, max_grad_norm: float = 1.0) -> None:
+    def __init__(self, model: str, max_grad_norm: float = 1.0) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model_path = model
-        self.save_to = save_to
         self.max_grad_norm = max_grad_norm
 
     @property
@@ -110,11 +105,6 @@ class SFTModule(pl.LightningModule):
         losses = torch.stack([self.micro_loss(micro) for micro in batch.micro_batches])
         loss = self.strategy.all_reduce(losses.sum())
         self.log("loss/sft_held_out", loss, batch_size=batch.num_actions)
-
-    def on_train_end(self) -> None:
-        """Save the model."""
-        if self.save_to is not None:
-            save_folder(self.policy, self.model_path, self.save_to)
 
 
 class SFTDataModule(pl.LightningDataModule):
@@ -284,20 +274,3 @@ def demonstration(renderer: Renderer, task: Task, has_answer: bool) -> Segment:
         temperature=1.0,
         finish_reason="stop",
     )
-
-
-def save_folder(policy: Policy, source: str, target: str) -> None:
-    """Write the whole policy with its tokenizer as a Hugging Face folder; all ranks take part.
-
-    Args:
-        policy: The sharded network.
-        source: The model that it was built from.
-        target: The folder.
-    """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(policy, options=options)
-    if dist.get_rank() == 0:
-        folder = model_folder(source)
-        empty_model(folder).save_pretrained(target, state_dict=weights)
-        Renderer.from_pretrained(source).tokenizer.save_pretrained(target)
-    dist.barrier()

@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
+from molt.callbacks import HFExport
 from molt.parallel import FSDP2Strategy
 from molt.sft import SFTDataModule, SFTModule
 
@@ -36,8 +37,9 @@ def fit(folder: Path, name: str, tokens: int, devices: int) -> None:
         enable_checkpointing=False,
         num_sanity_val_steps=0,
         val_check_interval=1,
+        callbacks=[HFExport(str(folder / name))],
     )
-    module = OneStep(str(folder / "model"), save_to=str(folder / name), max_grad_norm=0.0)
+    module = OneStep(str(folder / "model"), max_grad_norm=0.0)
     data = SFTDataModule(
         str(folder / "train.jsonl"),
         batch_size=5,

@@ -77,7 +77,7 @@ def test_fine_tuning_in_short_form(tmp_path):
     run(
         [
             *(sys.executable, "-m", "molt.cli", "fit", "--config", "recipes/tiny_moe/sft.yaml"),
-            *("--model.model", tmp_path / "untrained", "--model.save_to", tmp_path / "trained"),
+            *("--model.model", tmp_path / "untrained", "--hf_export.folder", tmp_path / "trained"),
             *("--trainer.max_steps", 30, "--trainer.logger", "false"),
             *("--trainer.default_root_dir", tmp_path, "--data.batch_size", 32),
         ]
