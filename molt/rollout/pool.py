@@ -9,10 +9,12 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from molt.rollout.client import EngineLike, EngineServer
@@ -26,6 +28,7 @@ from molt.types import Group, Trajectory
 # The far end keeps the deadline it was given; this much longer and it is dead.
 _GRACE_S = 15.0
 _ASK_S = 0.5
+_GOODBYE_S = 2.0
 _OBJECT_STORE_BYTES = 512 << 20
 _MAX_CONCURRENCY = 10_000
 
@@ -187,20 +190,28 @@ class RolloutPool:
             return
         for actor in (self._producer, *self._workers, *self._engines):
             ray.kill(actor)
+        # A process that Ray was just starting outlives it for as long as it looks for it.
+        started = [
+            process
+            for raylet in psutil.Process().children()
+            if raylet.name() == "raylet"
+            for process in raylet.children(recursive=True)
+        ]
         ray.shutdown()
+        for process in psutil.wait_procs(started, timeout=_GOODBYE_S)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _get(self, refs: Any, patience_s: float) -> Any:
         """Wait for a remote call and raise what it raised, as it was raised there."""
-        timeout_s = patience_s + _GRACE_S
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+        timeout_s = patience_s + _GRACE_S
         try:
-            return ray.get(refs, timeout=timeout_s + _GRACE_S)
+            return ray.get(refs, timeout=timeout_s)
         except GetTimeoutError as error:
-            raise RuntimeError(
-                f"no answer within {timeout_s + _GRACE_S:.0f} s; {_logs()}"
-            ) from error
+            raise RuntimeError(f"no answer within {timeout_s:.0f} s; {_logs()}") from error
         except RayActorError as error:
             raise RuntimeError(f"a rollout process died: {error}; {_logs()}") from error
         except RayTaskError as error:
