@@ -114,7 +114,7 @@ class PolicyModule(pl.LightningModule):
         if not torch.isfinite(advantages).all():
             raise RuntimeError(f"{type(self.estimator).__name__} gave advantages {advantages}")
         weights = trajectory_weights(
-            self.loss.aggregation, batch.action_counts, batch.group_index
+            self.loss.aggregation, batch.action_counts, batch.group_index, self.loss.divisor
         )  # [R]
         for micro in batch.micro_batches:
             micro.advantages = advantages.to(self.device)[micro.trajectory_index]
@@ -132,7 +132,9 @@ class PolicyModule(pl.LightningModule):
                 f"{batch.trajectories[broken].id} a log-prob that is not finite"
             )
         proximal = current if self.proximal == "current" else micro.behavior_logprobs
-        correction, corrected = self.correction(proximal, micro.behavior_logprobs)
+        correction, corrected = self.correction(
+            proximal, micro.behavior_logprobs, micro.segment_index
+        )
         inputs = LossInputs(
             logprobs=logprobs,
             proximal_logprobs=proximal,
