@@ -28,6 +28,8 @@ class ActionTokens:
     """[N] int64 in [0, R), ascending: the trajectory of each token."""
     kl_rewards: Tensor
     """[N] reward of each token for staying near another policy; 0 without ``kl.place: reward``."""
+    behavior_logprobs: Tensor
+    """[N] log-probs the tokens were sampled with."""
     logprobs: Tensor | None
     """[N] log-probs under the policy before the update, where ``needs_logprobs`` asks for them."""
     reference_logprobs: Tensor | None

@@ -14,6 +14,7 @@ def tokens(rewards, trajectory_index, kl_rewards=None, logprobs=None, reference=
         group_index=torch.arange(len(rewards)),
         trajectory_index=index,
         kl_rewards=torch.tensor(kl_rewards or [0.0] * len(index)),
+        behavior_logprobs=torch.zeros(len(index)),
         logprobs=logprobs,
         reference_logprobs=reference,
     )
@@ -46,6 +47,7 @@ def test_a_batch_without_tokens_has_no_advantages(estimator):
         group_index=torch.zeros(2, dtype=torch.int64),
         trajectory_index=torch.zeros(0, dtype=torch.int64),
         kl_rewards=torch.zeros(0),
+        behavior_logprobs=torch.zeros(0),
         logprobs=None,
         reference_logprobs=None,
     )
