@@ -84,8 +84,11 @@ def oracle(folders):
 @pytest.mark.parametrize("groups", LEARNED)
 def test_credit_loss_and_metrics_do_not_depend_on_the_ranks(results, groups):
     one, two = (results[f"learned/{groups}/{n}"] for n in (1, 2))
-    assert (one["num_rows"], two["num_rows"]) == ((1, 1) if groups == "one segment" else (1, 3))
-    assert one["actions"] == two["actions"] or groups == "all"
+    if groups == "one segment":
+        assert two["actions"] == one["actions"]  # the other rank has none
+    else:
+        assert two["num_rows"] > one["num_rows"] == 1
+        assert 0 < two["actions"] < one["actions"]
     assert max(g.abs().max() for g in one["gradients"].values()) > 1e-3
     for name, grad in one["gradients"].items():
         assert (two["gradients"][name] - grad).abs().max() < 1e-6, name
