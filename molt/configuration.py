@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import Namespace
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
@@ -21,7 +21,15 @@ from torch.optim import Optimizer
 
 from molt import callbacks
 from molt.agents import Env
-from molt.algo import Correction, Estimator, PolicyLoss
+from molt.algo import (
+    KL,
+    Correction,
+    Estimator,
+    GroupFilter,
+    PolicyLoss,
+    Shaping,
+    TokenEstimator,
+)
 from molt.data import RolloutDataModule
 from molt.rollout.spec import EngineOptions
 from molt.types import Sampling
@@ -60,6 +68,10 @@ UNKNOWN_KEY = r"(accept option '|Option '|unrecognized arguments: --)(?P<key>[\w
 """How jsonargparse says that it does not know a key."""
 
 
+# A correction of one's own is a subclass, by class_path; jsonargparse takes data classes as final.
+set_parsing_settings(subclasses_enabled=[Correction])
+
+
 class MoltParser(LightningArgumentParser):
     """A parser that names the nearest key where one is not known."""
 
@@ -85,7 +97,8 @@ class MoltParser(LightningArgumentParser):
             yield action.dest
             yield action.dest.rsplit(".", 1)[-1]
         bases = (pl.LightningModule, pl.LightningDataModule, Estimator, PolicyLoss, Env)
-        for cls in (*bases, Correction, Sampling, EngineOptions):
+        bases = (*bases, TokenEstimator, GroupFilter)
+        for cls in (*bases, Correction, KL, Shaping, Sampling, EngineOptions):
             for known in descendants(cls):
                 yield from inspect.signature(known.__init__).parameters
 
@@ -140,6 +153,9 @@ class MoltCLI(LightningCLI):
         for key, advice in REFUSED.items():
             if trainer[key] not in (None, 1):
                 self.parser.error(f"trainer.{key}={trainer[key]} has no effect; {advice}")
+        scheduler = self._get(cast(Namespace, self.config), "lr_scheduler")
+        if scheduler and scheduler.class_path.endswith("ReduceLROnPlateau"):
+            self.parser.error("lr_scheduler=ReduceLROnPlateau waits for a metric, not for steps")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Build the trainer with the callbacks that the data calls for."""

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from molt.agents import Env, Limits
+from molt.agents import Env, Limits, SingleTurn
+from molt.algo import GroupFilter, Shaping
 from molt.metrics import rollout_metrics
 from molt.model.packing import families, pack, partition
 from molt.parallel import FSDP2Strategy
@@ -34,6 +35,16 @@ class EvalBatch:
     """One or more attempts at each task."""
 
 
+@dataclass(slots=True)
+class Unfinished:
+    """What a checkpoint between two updates of a batch must hold."""
+
+    groups: list[Group]
+    """The groups of the batch."""
+    proximal_logprobs: list[torch.Tensor | None]
+    """Log-probs of each minibatch before the first update, where they were computed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
     """What to score, and how."""
@@ -51,14 +62,20 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Args:
         tasks: What to train on; ``predict`` rolls these out too.
-        agent: The environment; every attempt works on a copy.
+        agent: The environment; every attempt works on a copy. Null lets the policy answer each task
+            once, without a reward: for estimators that need none.
         group_size: Attempts at each task.
-        groups_per_step: Groups that one optimizer step trains.
+        groups_per_step: Groups of a batch: what one optimizer step trains, or ``minibatches``.
         lookahead: Batches generated ahead of the trainer: the usual staleness. Fractions allowed.
         max_staleness: Hard bound on the staleness of any trained token, in optimizer steps.
         sampling: How the policy is sampled for training.
         engines: The engines that sample it.
         eval: What to score, and how.
+        minibatches: Optimizer steps that share the groups of a batch among them.
+        epochs: How often those steps go over the same batch.
+        filters: Which finished groups train; one that does not is replaced by another task.
+        max_filtered: Batches' worth of groups that the filters may drop for one batch.
+        shaping: Penalties for long and truncated answers.
         max_turns: Most turns of a trajectory.
         tokens_per_micro_batch: Most tokens of one forward and backward pass.
         reward_clip: Rewards are clipped to this range before anything else.
@@ -69,7 +86,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def __init__(
         self,
         tasks: TaskSet,
-        agent: Env,
+        agent: Env | None = None,
         group_size: int = 8,
         groups_per_step: int = 16,
         lookahead: float = 1,
@@ -77,6 +94,11 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         engines: EngineOptions | None = None,
         eval: EvalOptions | None = None,
+        minibatches: int = 1,
+        epochs: int = 1,
+        filters: list[GroupFilter] | None = None,
+        max_filtered: float = 10.0,
+        shaping: Shaping = Shaping(),  # noqa: B008 - frozen
         max_turns: int = 8,
         tokens_per_micro_batch: int = 8192,
         reward_clip: tuple[float, float] = (-10.0, 10.0),
@@ -84,12 +106,15 @@ class RolloutDataModule(pl.LightningDataModule):
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
-        self.tasks, self.agent = tasks, agent
+        self.tasks, self.agent = tasks, agent or SingleTurn()
         self.group_size, self.groups_per_step = group_size, groups_per_step
         self.lookahead, self.max_staleness = lookahead, max_staleness
         self.sampling = sampling
         self.engines = engines or EngineOptions()
         self.eval = eval or EvalOptions()
+        self.minibatches, self.epochs = minibatches, epochs
+        self.filters, self.max_filtered = filters or [], max_filtered
+        self.shaping = shaping
         self.max_turns = max_turns
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.reward_clip = reward_clip
@@ -98,19 +123,29 @@ class RolloutDataModule(pl.LightningDataModule):
         self.pool: RolloutPool | None = None  # on rank 0 only
         self.sync_every_n_steps: int | None = None  # told by WeightSync
         self.position: dict[str, Any] | None = None  # in the stream of tasks, from a checkpoint
+        self.unfinished: Unfinished | None = None  # the batch that a checkpoint was made within
+        self.taken: tuple[list[Group], list[Batch]] = ([], [])  # what is trained now
         self.check_settings()
 
     def check_settings(self) -> None:
         """Refuse numbers that contradict each other."""
-        for key in ("group_size", "groups_per_step", "max_turns", "tokens_per_micro_batch"):
+        positive = ("group_size", "groups_per_step", "max_turns", "tokens_per_micro_batch")
+        for key in (*positive, "minibatches", "epochs"):
             if self.__dict__[key] < 1:
                 raise ValueError(f"data.init_args.{key}={self.__dict__[key]} is not positive")
         if self.max_staleness < 0:
             raise ValueError(f"data.init_args.max_staleness={self.max_staleness} is negative")
-        if not 0 <= self.lookahead <= self.max_staleness:
+        if not 0 <= self.lookahead <= self.max_batches_stale:
             raise ValueError(
-                f"data.init_args.lookahead={self.lookahead} is not between 0 and "
+                f"data.init_args.lookahead={self.lookahead} is not between 0 and the "
+                f"{self.max_batches_stale} batches of {self.updates_per_batch} steps that fit into "
                 f"data.init_args.max_staleness={self.max_staleness}"
+            )
+        last = len(self.tasks) % self.groups_per_step or self.groups_per_step
+        if last < self.minibatches:
+            raise ValueError(
+                f"data.init_args.minibatches={self.minibatches} cannot share the {last} groups of "
+                "the last batch of a pass"
             )
         if self.sampling.temperature <= 0:
             raise ValueError(
@@ -134,6 +169,16 @@ class RolloutDataModule(pl.LightningDataModule):
         """What the engines compute in: the same as the trainer, unless set otherwise."""
         name = self.engines.dtype
         return getattr(torch, name) if name else self.strategy.param_dtype
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps that train the groups of one batch."""
+        return self.minibatches * self.epochs
+
+    @property
+    def max_batches_stale(self) -> int:
+        """Bound on staleness in whole batches: the last of a batch's steps must meet it too."""
+        return (self.max_staleness + 1) // self.updates_per_batch - 1
 
     def start(self, model: str) -> None:
         """Start engines and workers on rank 0, without waiting for them.
@@ -162,8 +207,13 @@ class RolloutDataModule(pl.LightningDataModule):
             group_size=self.group_size,
             groups_per_step=self.groups_per_step,
             lookahead=self.lookahead,
-            max_staleness=self.max_staleness,
-            max_steps=self.max_steps,
+            max_staleness=self.max_batches_stale,
+            max_steps=None if self.max_steps is None else self.batches_before(self.max_steps),
+            updates_per_batch=self.updates_per_batch,
+            filters=self.filters,
+            max_filtered=self.max_filtered,
+            shaping=self.shaping,
+            reward_clip=self.reward_clip,
             eval_tasks={"tasks": self.tasks} if predicting else self.eval.tasks,
             eval_sampling=self.sampling if predicting else self.eval.sampling,
             eval_group_size=self.group_size if predicting else self.eval.group_size,
@@ -174,7 +224,11 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def steps_per_pass(self) -> int:
         """Optimizer steps of one pass over the tasks; the last one may be smaller."""
-        return -(-len(self.tasks) // self.groups_per_step)
+        return -(-len(self.tasks) // self.groups_per_step) * self.updates_per_batch
+
+    def batches_before(self, step: int) -> int:
+        """Return how many batches the steps before ``step`` train, at least in part."""
+        return -(-step // self.updates_per_batch)
 
     @property
     def max_steps(self) -> int | None:
@@ -186,7 +240,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> "RolloutLoader":
         """Return the batches of one pass; the first call starts or resumes the stream of tasks."""
         if self.pool is not None:
-            self.pool.begin(self.run.global_step, self.position)
+            self.pool.begin(self.batches_before(self.run.global_step), self.position)
         return RolloutLoader(self)
 
     def val_dataloader(self) -> "EvalLoader":
@@ -212,11 +266,17 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return which tasks were trained, so that a resumed run trains each of them once."""
         if self.pool is None:  # Lightning keeps what rank 0 returns
             return {}
-        return {"position": self.pool.state(self.run.global_step)}
+        step = self.run.global_step
+        state: dict[str, Any] = {"position": self.pool.state(self.batches_before(step))}
+        if step % self.updates_per_batch:
+            groups, batches = self.taken
+            state["unfinished"] = Unfinished(groups, [b.proximal_logprobs for b in batches])
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the stream of tasks where a checkpoint left it."""
         self.position = state_dict["position"]
+        self.unfinished = state_dict.get("unfinished")
 
     def teardown(self, stage: str) -> None:
         """Stop engines and workers."""
@@ -253,32 +313,58 @@ class RolloutLoader:
         end = pass_end if data.max_steps is None else min(pass_end, data.max_steps)
         while trainer.global_step < end:
             started = perf_counter()
-            groups = self.next_groups(trainer.global_step)
+            first = trainer.global_step % data.updates_per_batch
+            groups = self.next_groups(trainer.global_step // data.updates_per_batch)
             if groups is None:
                 return
-            batch = self.batch(groups, trainer.global_step)
-            batch.metrics["time/wait_rollouts_s"] = perf_counter() - started
-            yield batch
+            batches = self.batches(groups, trainer.global_step - first)
+            data.taken, waited = (groups, batches), perf_counter() - started
+            last = min(data.updates_per_batch, first + end - trainer.global_step)
+            for update in range(first, last):
+                batch = batches[update % data.minibatches]
+                batch.move_to(trainer.global_step)
+                batch.metrics |= staleness_metrics(batch.trajectories, batch.step)
+                batch.metrics["time/wait_rollouts_s"] = waited if update == first else 0.0
+                yield batch
 
-    def next_groups(self, step: int) -> list[Group] | None:
-        """Wait for the groups of a step on rank 0, and hand them to every rank."""
+    def next_groups(self, batch_index: int) -> list[Group] | None:
+        """Wait for the groups of a batch on rank 0, and hand them to every rank."""
         data, groups = self.data, None
+        if data.unfinished is not None:  # a resumed run has brought it along
+            return data.unfinished.groups
         if data.pool is not None:
-            groups = data.pool.next_batch(step, data.timeout_s, lambda: data.run.should_stop)
+            groups = data.pool.next_batch(batch_index, data.timeout_s, lambda: data.run.should_stop)
         return data.strategy.broadcast(groups)
 
-    def batch(self, groups: list[Group], step: int) -> Batch:
-        """Check the groups and pack this rank's share."""
+    def batches(self, groups: list[Group], step: int) -> list[Batch]:
+        """Check the groups and pack this rank's share, one batch for each minibatch.
+
+        Args:
+            groups: What was taken together.
+            step: The first step that trains them.
+        """
         data = self.data
-        check_staleness(groups, step, data.max_staleness)
-        return build_batch(
-            groups,
-            step,
-            data.strategy.data_rank,
-            data.strategy.data_size,
-            data.tokens_per_micro_batch,
-            data.reward_clip,
-        )
+        check_staleness(groups, step, data.max_staleness - data.updates_per_batch + 1)
+        bounds = [len(groups) * i // data.minibatches for i in range(data.minibatches + 1)]
+        batches = [
+            build_batch(
+                groups[bounds[i] : bounds[i + 1]],
+                step,
+                data.strategy.data_rank,
+                data.strategy.data_size,
+                data.tokens_per_micro_batch,
+                data.reward_clip,
+                data.shaping,
+            )
+            for i in range(data.minibatches)
+        ]
+        if data.unfinished is not None:
+            for batch, logprobs in zip(batches, data.unfinished.proximal_logprobs, strict=True):
+                batch.proximal_logprobs = logprobs
+            data.unfinished = None
+        for batch in batches:
+            batch.siblings = batches
+        return batches
 
 
 class EvalLoader:
@@ -312,6 +398,7 @@ def build_batch(
     num_ranks: int,
     tokens_per_micro_batch: int,
     reward_clip: tuple[float, float],
+    shaping: Shaping = Shaping(),  # noqa: B008 - frozen
 ) -> Batch:
     """Pack one rank's share of the groups; the rest of the batch is the same on every rank.
 
@@ -322,10 +409,18 @@ def build_batch(
         num_ranks: Data-parallel ranks.
         tokens_per_micro_batch: Most tokens of a row.
         reward_clip: Range that rewards are clipped to.
+        shaping: What rewards become then, and which trajectories train nothing.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     group_index = [g for g, group in enumerate(groups) for _ in group.trajectories]
-    owners = [(i, s) for i, t in enumerate(trajectories) for s in t.segments if s.num_actions]
+    trains = [not shaping.masks(t) for t in trajectories]
+    owners = [
+        (i, s)
+        for i, t in enumerate(trajectories)
+        for s in t.segments
+        if trains[i] and s.num_actions
+    ]
+    first_token = np.cumsum([0, *(s.num_actions for _, s in owners)]).tolist()
     lengths = [len(segment.token_ids) for _, segment in owners]
     # Small enough that the rows of all ranks can be balanced.
     most = min(tokens_per_micro_batch, sum(lengths) // (4 * num_ranks))
@@ -341,12 +436,25 @@ def build_batch(
     return Batch(
         step=step,
         micro_batches=[
-            pack([owners[i][1] for i in row], [owners[i][0] for i in row], step) for row in members
+            pack(
+                [owners[i][1] for i in row],
+                [owners[i][0] for i in row],
+                step,
+                [first_token[i] for i in row],
+            )
+            for row in members
         ],
         trajectories=trajectories,
         group_index=torch.tensor(group_index),
-        rewards=torch.tensor([t.reward for t in trajectories]).clamp(*reward_clip),
-        action_counts=torch.tensor([t.num_actions for t in trajectories]),
+        rewards=torch.tensor(shaping.rewards(trajectories, reward_clip)),
+        action_counts=torch.tensor(
+            [t.num_actions * on for t, on in zip(trajectories, trains, strict=True)]
+        ),
+        behavior_logprobs=torch.from_numpy(
+            np.concatenate(
+                [np.zeros(0, np.float32), *(s.behavior_logprobs[s.action_mask] for _, s in owners)]
+            )
+        ),
         num_tokens=sum(lengths),
         metrics=metrics,
     )

@@ -40,6 +40,10 @@ METRICS: dict[str, Metric] = {
     "policy/kl_behavior": Metric(
         "Estimate (k3) of KL(behavior || current), in nats per token.", "below 0.05"
     ),
+    "policy/kl_reference": Metric(
+        "Estimate (k3) of KL(current || reference model), in nats per token."
+    ),
+    "policy/kl_coef": Metric("Weight of the KL penalty in this step."),
     "policy/mismatch": Metric(
         "Mean absolute log-prob difference between engine and trainer on tokens of staleness 0.",
         "below 1e-4 in float32, below 0.1 in bfloat16",
@@ -53,6 +57,7 @@ METRICS: dict[str, Metric] = {
     "policy/corrected_frac": Metric("Share of tokens whose weight was corrected.", "below 0.1"),
     "loss/total": Metric("The loss that was differentiated."),
     "loss/policy": Metric("Its policy part."),
+    "loss/kl": Metric("Its KL penalty."),
     "loss/sft": Metric("Negative log-prob per assistant token, in nats.", "falls"),
     "loss/sft_held_out": Metric("The same on held-out demonstrations.", "falls"),
     "optim/lr": Metric("Learning rate of the step."),

@@ -4,21 +4,35 @@ A action tokens of a row, R trajectories of the batch.
 """
 
 from time import perf_counter
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from molt.algo import GRPO, Correction, Estimator, LossInputs, PolicyLoss, PPOLoss
-from molt.algo.losses import trajectory_weights
+from molt.algo import (
+    GRPO,
+    KL,
+    PRESETS,
+    Correction,
+    Estimator,
+    LossInputs,
+    PolicyLoss,
+    PPOLoss,
+    Preset,
+    TokenEstimator,
+    kl_estimate,
+    trajectory_weights,
+)
+from molt.credit import assign_credit, score_tokens
 from molt.data import EvalBatch, RolloutDataModule
 from molt.metrics import evaluation_metrics
 from molt.model import Policy
 from molt.parallel import FSDP2Strategy
-from molt.preflight import check_run
+from molt.preflight import check_algorithm, check_run
 from molt.tally import Tally, check_mismatch
 from molt.types import Batch, MicroBatch
 
@@ -31,13 +45,20 @@ class PolicyModule(pl.LightningModule):
 
     Args:
         model: Folder (or Hub name) of a Hugging Face causal language model with a chat template.
-        estimator: How rewards become advantages.
+        estimator: How rewards become advantages, one per trajectory or one per action token.
         loss: How advantages and log-probs become a loss.
-        correction: How the mismatch between the policy that sampled and this one is corrected.
-        proximal: The policy that the loss clips around. ``current`` is the policy before this
-            update: the ratio is 1, clipping is inert, and ``correction`` accounts for staleness.
-            ``behavior`` is the policy that sampled: the ratio measures staleness, clipping bounds
-            it, and ``correction`` is inert.
+        correction: How the mismatch between the policy that sampled and the proximal one is
+            corrected: its settings, or a preset by name. Null is ``tis``.
+        proximal: The policy that the loss clips around. ``current`` is the policy before this very
+            update: the ratio is 1, clipping is inert, ``correction`` accounts for staleness; for
+            one update per batch. ``recompute`` is the policy before the first update of the batch,
+            at the cost of a forward pass over it: the ratio measures the updates since, whatever
+            the staleness. ``behavior`` is the policy that sampled, at no cost: the ratio measures
+            staleness too, clipping bounds it, and ``correction`` is inert.
+        kl: A penalty for leaving the reference model or the policy that sampled.
+        reference: Folder (or Hub name) of a frozen model with the same tokenizer: what ``kl``
+            compares with, and the teacher of on-policy distillation. Null takes ``model`` where a
+            penalty needs one.
         entropy_coef: Weight of the entropy bonus, per action token.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them as they are.
     """
@@ -47,10 +68,12 @@ class PolicyModule(pl.LightningModule):
     def __init__(
         self,
         model: str,
-        estimator: Estimator | None = None,
+        estimator: Estimator | TokenEstimator | None = None,
         loss: PolicyLoss | None = None,
-        correction: Correction = Correction(),  # noqa: B008 - frozen
-        proximal: Literal["current", "behavior"] = "current",
+        correction: Correction | Preset | None = None,
+        proximal: Literal["current", "recompute", "behavior"] = "current",
+        kl: KL = KL(),  # noqa: B008 - frozen
+        reference: str | None = None,
         entropy_coef: float = 0.0,
         max_grad_norm: float = 1.0,
     ) -> None:
@@ -59,8 +82,13 @@ class PolicyModule(pl.LightningModule):
         self.model_path = model
         self.estimator = estimator or GRPO()
         self.loss = loss or PPOLoss()
-        self.correction = correction
+        preset: Preset = correction if isinstance(correction, str) else "tis"
+        self.correction = correction if isinstance(correction, Correction) else PRESETS[preset]
         self.proximal = proximal
+        self.kl, self.kl_coef = kl, kl.coef
+        self.reference_path = reference or (model if kl.needs_reference else None)
+        self.reference: Policy | None = None
+        self.prepared: list[Batch] | None = None  # the batches whose credit is assigned
         self.entropy_coef = entropy_coef
         self.max_grad_norm = max_grad_norm
 
@@ -77,21 +105,26 @@ class PolicyModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse what cannot work, then start the engines while the policy loads."""
         check_run(self.trainer, self.data, self.model_path, self.estimator)
+        check_algorithm(self)
         self.data.start(self.model_path)
 
     def configure_model(self) -> None:
-        """Build the policy, sharded over the ranks."""
-        if "policy" not in self._modules:
-            self.policy = self.strategy.build_policy(self.model_path)
+        """Build the policy and the reference model, sharded over the ranks."""
+        if "policy" in self._modules:
+            return
+        self.policy = self.strategy.build_policy(self.model_path)
+        if self.reference_path and self.trainer.state.fn == TrainerFn.FITTING:
+            self.reference = self.strategy.build_policy(self.reference_path)
+            self.reference.requires_grad_(False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer used where the configuration names none."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-6, weight_decay=0.0)
+        return torch.optim.AdamW(self.policy.parameters(), lr=1e-6, weight_decay=0.0)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Take one optimizer step on one batch."""
-        self.assign_credit(batch)
         started = perf_counter()
+        self.prepare(batch)
         tally = Tally(self.device, self.strategy.param_dtype)
         for micro in self.strategy.accumulate(self.policy, batch.micro_batches):
             logprobs, entropy = self.policy.logprobs(micro)
@@ -108,31 +141,42 @@ class PolicyModule(pl.LightningModule):
             },
         )
 
-    def assign_credit(self, batch: Batch) -> None:
-        """Give every action token its advantage and its weight in the loss."""
-        advantages = self.estimator(batch.rewards, batch.group_index)  # [R]
-        if not torch.isfinite(advantages).all():
-            raise RuntimeError(f"{type(self.estimator).__name__} gave advantages {advantages}")
+    def prepare(self, batch: Batch) -> None:
+        """Give every action token its weight; its credit too, before the first of some updates."""
+        if batch.siblings is not self.prepared:
+            for sibling in batch.siblings:
+                self.look_up(sibling)
+            assign_credit(self.estimator, self.kl, self.kl_coef, batch.siblings)
+            self.prepared = batch.siblings
         weights = trajectory_weights(
-            self.loss.aggregation, batch.action_counts, batch.group_index
+            self.loss.aggregation, batch.action_counts, batch.group_index, self.loss.divisor
         )  # [R]
         for micro in batch.micro_batches:
-            micro.advantages = advantages.to(self.device)[micro.trajectory_index]
-            micro.weights = weights.to(self.device)[micro.trajectory_index]
+            micro.weights = weights[micro.trajectory_index]
+
+    def look_up(self, batch: Batch) -> None:
+        """Ask, before the update, for the log-probs that credit and loss rest on."""
+        for_credit = self.kl.in_reward or (
+            isinstance(self.estimator, TokenEstimator) and self.estimator.needs_logprobs
+        )
+        if self.proximal == "behavior":
+            batch.proximal_logprobs = batch.behavior_logprobs
+        elif batch.proximal_logprobs is None and (self.proximal == "recompute" or for_credit):
+            batch.proximal_logprobs = score_tokens(self.strategy, self.policy, batch, "policy")
+        if self.reference is not None:
+            batch.reference_logprobs = score_tokens(
+                self.strategy, self.reference, batch, "reference model"
+            )
 
     def micro_loss(
         self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, tally: Tally, batch: Batch
     ) -> Tensor:
         """Return the row's share of the loss, and count what is reported about it."""
         current = logprobs.detach()
-        if not torch.isfinite(current).all():
-            broken = int(micro.trajectory_index[~torch.isfinite(current)][0])
-            raise RuntimeError(
-                f"step {batch.step}: the policy gives a token of trajectory "
-                f"{batch.trajectories[broken].id} a log-prob that is not finite"
-            )
-        proximal = current if self.proximal == "current" else micro.behavior_logprobs
-        correction, corrected = self.correction(proximal, micro.behavior_logprobs)
+        proximal = current if self.proximal == "current" else micro.proximal_logprobs
+        correction, corrected = self.correction(
+            proximal, micro.behavior_logprobs, micro.segment_index
+        )
         inputs = LossInputs(
             logprobs=logprobs,
             proximal_logprobs=proximal,
@@ -140,11 +184,31 @@ class PolicyModule(pl.LightningModule):
             segment_index=micro.segment_index,
         )
         output = self.loss(inputs)
-        policy_loss = (output.loss * correction * micro.weights).sum()
-        loss = policy_loss - self.entropy_coef * (entropy * micro.weights).sum()
+        token_loss = output.loss * correction
+        self.refuse_infinite(current + token_loss.detach(), micro, batch)
+        policy_loss = (token_loss * micro.weights).sum()
+        kl_loss = (self.kl_penalty(logprobs, micro) * micro.weights).sum()
+        loss = policy_loss + kl_loss - self.entropy_coef * (entropy * micro.weights).sum()
         tally.add(micro, current, entropy.detach(), output.clipped, corrected)
-        tally.add_losses(loss.detach(), policy_loss.detach())
+        tally.add_losses(loss.detach(), policy_loss.detach(), kl_loss.detach())
         return loss
+
+    def kl_penalty(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
+        """Return what each action token of a row pays in the loss for leaving the other policy."""
+        if self.kl_coef == 0 or self.kl.in_reward:
+            return torch.zeros_like(logprobs)
+        on_reference = self.kl.against == "reference"
+        other = micro.reference_logprobs if on_reference else micro.behavior_logprobs
+        return self.kl_coef * kl_estimate(self.kl.kind, logprobs - other)
+
+    def refuse_infinite(self, values: Tensor, micro: MicroBatch, batch: Batch) -> None:
+        """Raise where a log-prob or loss of a row is not finite, naming the trajectory."""
+        if not torch.isfinite(values).all():
+            broken = int(micro.trajectory_index[~torch.isfinite(values)][0])
+            raise RuntimeError(
+                f"step {batch.step}: the policy gives a token of trajectory "
+                f"{batch.trajectories[broken].id} a log-prob or a loss that is not finite"
+            )
 
     def update(self) -> float:
         """Clip, step, and move the learning-rate schedule; return the norm before clipping."""
@@ -161,10 +225,29 @@ class PolicyModule(pl.LightningModule):
         """Log the step, and stop a run whose engine and trainer are not the same policy."""
         figures |= tally.reduce(self.strategy)
         figures |= batch.metrics
+        if self.reference is None:
+            del figures["policy/kl_reference"]
+        if self.kl.coef:
+            figures["policy/kl_coef"] = self.kl_coef
+            self.adapt(figures[f"policy/kl_{self.kl.against}"], batch)
         figures["policy/version"] = float(self.trainer.global_step)
         figures["optim/lr"] = cast(LightningOptimizer, self.optimizers()).param_groups[0]["lr"]
         self.log_dict(figures)
         check_mismatch(figures, batch.step)
+
+    def adapt(self, measured: float, batch: Batch) -> None:
+        """Move the KL coefficient, once for all groups that were taken together."""
+        if self.trainer.global_step % self.data.updates_per_batch == 0:
+            num_trajectories = sum(len(sibling.trajectories) for sibling in batch.siblings)
+            self.kl_coef = self.kl.adapted(self.kl_coef, measured, num_trajectories)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the KL coefficient."""
+        checkpoint["kl_coef"] = self.kl_coef
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the coefficient of the checkpoint."""
+        self.kl_coef = checkpoint["kl_coef"]
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Log the scores of one task set."""

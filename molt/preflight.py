@@ -1,17 +1,23 @@
 """Preflight: what a user can set wrong across parts is refused before Ray or vLLM starts."""
 
+import math
 from pathlib import Path
+from typing import Literal, Protocol
 
 import lightning.pytorch as pl
 from transformers import AutoConfig, AutoTokenizer
 
-from molt.algo import Estimator
+from molt.agents import SingleTurn
+from molt.algo import KL, Estimator, TokenEstimator
 from molt.data import RolloutDataModule
 from molt.parallel import FSDP2Strategy
 
 
 def check_run(
-    trainer: pl.Trainer, data: pl.LightningDataModule | None, model: str, estimator: Estimator
+    trainer: pl.Trainer,
+    data: pl.LightningDataModule | None,
+    model: str,
+    estimator: Estimator | TokenEstimator,
 ) -> None:
     """Check the settings of a run against each other.
 
@@ -46,16 +52,80 @@ def check_run(
 
 def check_sync(data: RolloutDataModule) -> None:
     """Check that the engines will be fed, and often enough for the producer to go on."""
-    every = data.sync_every_n_steps
+    every, updates = data.sync_every_n_steps, data.updates_per_batch
     if every is None:
         raise ValueError(
             "trainer.callbacks holds no WeightSync, so that the engines would never serve the "
             "policy being trained; add molt.callbacks.WeightSync()"
         )
-    if every > data.lookahead + 1:
+    # The most steps that the engines are behind when a batch is taken.
+    if every - math.gcd(every, updates) > data.lookahead * updates:
         raise ValueError(
             f"weight_sync.every_n_steps={every} starves the trainer with "
-            f"data.init_args.lookahead={data.lookahead}; at most lookahead + 1 is possible"
+            f"data.init_args.lookahead={data.lookahead}; at most lookahead + 1 batches of "
+            f"{updates} steps are possible"
+        )
+
+
+class Algorithm(Protocol):
+    """What the check needs of a module."""
+
+    model_path: str
+    reference_path: str | None
+    estimator: Estimator | TokenEstimator
+    kl: KL
+    proximal: Literal["current", "recompute", "behavior"]
+
+    @property
+    def data(self) -> RolloutDataModule:
+        """Whose batches it trains on."""
+        ...
+
+
+def check_algorithm(module: Algorithm) -> None:
+    """Check estimator, KL penalty, reference model and proximal policy against each other.
+
+    Raises:
+        ValueError: With the key, what was set, and what is possible.
+    """
+    data, estimator = module.data, module.estimator
+    name = type(estimator).__name__
+    by_token = estimator if isinstance(estimator, TokenEstimator) else None
+    if module.proximal == "current" and data.updates_per_batch > 1:
+        raise ValueError(
+            "model.init_args.proximal=current knows only the policy before each update, but "
+            f"data.init_args.minibatches={data.minibatches} and epochs={data.epochs} make several "
+            "of one batch; set recompute or behavior"
+        )
+    if module.kl.in_reward and by_token is None:
+        raise ValueError(
+            f"model.init_args.kl.place=reward rewards single tokens, but {name} sees trajectories; "
+            "set place=loss or estimator=molt.algo.ReinforcePlusPlus"
+        )
+    if by_token is not None and by_token.needs_reference and module.reference_path is None:
+        raise ValueError(f"model.init_args.estimator={name} needs model.init_args.reference")
+    needs_rewards = by_token is None or by_token.needs_rewards
+    if needs_rewards and isinstance(data.agent, SingleTurn) and data.agent.reward is None:
+        raise ValueError(
+            f"data.init_args.agent gives no reward, but model.init_args.estimator={name} needs one"
+        )
+    if module.reference_path not in (None, module.model_path):
+        check_same_tokens(module.model_path, str(module.reference_path))
+
+
+def check_same_tokens(model: str, reference: str) -> None:
+    """Check that two models mean the same tokens by the same ids."""
+    vocabularies = []
+    for path in (model, reference):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        assert tokenizer is not None
+        vocabularies.append(tokenizer.get_vocab())
+    differing = dict(vocabularies[0].items() ^ vocabularies[1].items())
+    if differing:
+        raise ValueError(
+            f"model.init_args.reference={reference} has another tokenizer than "
+            f"model.init_args.model={model}: {len(differing)} tokens differ, for instance "
+            f"{next(iter(differing))!r}"
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from molt.agents.render import Renderer
 from molt.model import Policy
@@ -75,7 +75,8 @@ class SFTModule(pl.LightningModule):
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Take one optimizer step on one batch."""
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        optimizer = self.optimizers()
+        scheduler = cast(LRScheduler | None, self.lr_schedulers())
         assert isinstance(optimizer, LightningOptimizer)
         total = torch.zeros((), device=self.device)
         for micro in self.strategy.accumulate(self.policy, batch.micro_batches):
@@ -89,9 +90,7 @@ class SFTModule(pl.LightningModule):
         }
         optimizer.step()
         optimizer.zero_grad()
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError("lr_scheduler=ReduceLROnPlateau waits for a metric, not for steps")
-        if isinstance(scheduler, LRScheduler):
+        if scheduler is not None:
             scheduler.step()
         self.log_dict(figures)
 

@@ -6,15 +6,18 @@ A action tokens of a row.
 import torch
 from torch import Tensor
 
+from molt.algo import kl_estimate
 from molt.parallel import FSDP2Strategy
 from molt.types import MicroBatch
 
 SUMS = (
     "loss/total",
     "loss/policy",
+    "loss/kl",
     "tokens",
     "policy/entropy",
     "policy/kl_behavior",
+    "policy/kl_reference",
     "policy/clipped_frac",
     "policy/corrected_frac",
     "fresh",
@@ -32,7 +35,7 @@ a healthy run of a mixture of experts: where two experts tie, rounding decides w
 
 
 class Tally:
-    """Sums over the action tokens of a step, reduced over the ranks in two collectives.
+    """Sums over the action tokens of a step, reduced over the ranks in one collective.
 
     Args:
         device: Where the sums are kept.
@@ -42,7 +45,7 @@ class Tally:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.limit = MISMATCH_LIMIT[dtype]
         self.sums = torch.zeros(len(SUMS), device=device, dtype=torch.float64)
-        self.log_ratio_max = torch.full((1,), -torch.inf, device=device)
+        self.log_ratio_max = torch.full((1,), -torch.inf, device=device, dtype=torch.float64)
 
     def add(
         self,
@@ -57,28 +60,32 @@ class Tally:
             return
         log_ratio = logprobs - micro.behavior_logprobs
         fresh = micro.staleness == 0
-        kl = log_ratio.exp() - 1 - log_ratio
         columns = [
-            torch.ones_like(kl),
+            torch.ones_like(log_ratio),
             entropy,
-            kl,
+            log_ratio.exp() - 1 - log_ratio,
+            kl_estimate("k3", logprobs - micro.reference_logprobs),
             clipped,
             corrected,
             fresh,
             log_ratio.abs() * fresh,
             (log_ratio.abs() > self.limit) & fresh,
         ]
-        self.sums[2:] += torch.stack([column.double().sum() for column in columns])
-        self.log_ratio_max = torch.maximum(self.log_ratio_max, log_ratio.max().reshape(1))
+        self.sums[3:] += torch.stack([column.double().sum() for column in columns])
+        self.log_ratio_max = torch.maximum(self.log_ratio_max, log_ratio.max().double())
 
-    def add_losses(self, total: Tensor, policy: Tensor) -> None:
-        """Count the loss of one row."""
-        self.sums[:2] += torch.stack([total, policy]).double()
+    def add_losses(self, total: Tensor, policy: Tensor, kl: Tensor) -> None:
+        """Count the loss of one row, and its parts."""
+        self.sums[:3] += torch.stack([total, policy, kl]).double()
 
     def reduce(self, strategy: FSDP2Strategy) -> dict[str, float]:
         """Return the metrics of the whole step, the same on every rank."""
-        sums = dict(zip(SUMS, strategy.all_reduce(self.sums, "sum").tolist(), strict=True))
-        log_ratio_max = strategy.all_reduce(self.log_ratio_max, "max")
+        # The maximum travels with the sums: every rank adds its own in a place of its own.
+        maxima = self.sums.new_zeros(strategy.data_size)
+        maxima[strategy.data_rank] = self.log_ratio_max[0]
+        reduced = strategy.all_reduce(torch.cat([self.sums, maxima]))
+        sums = dict(zip(SUMS, reduced[: len(SUMS)].tolist(), strict=True))
+        log_ratio_max = reduced[len(SUMS) :].max()
         num_tokens, num_fresh = max(sums.pop("tokens"), 1), sums.pop("fresh")
         mismatch = sums.pop("policy/mismatch")
         figures = {

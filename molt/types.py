@@ -233,6 +233,14 @@ class MicroBatch:
     """[A] int64 in [0, S), the segment of the row each action token belongs to."""
     trajectory_index: Tensor
     """[A] int64 in [0, R), the trajectory of the whole batch each action token belongs to."""
+    token_index: Tensor
+    """[A] int64 in [0, N), place of each action token among all N of the batch, which are ordered
+    by trajectory, segment and position: an order that does not depend on the split."""
+    proximal_logprobs: Tensor
+    """[A] log-probs under the policy that a loss clips around; ``behavior_logprobs`` until others
+    are computed."""
+    reference_logprobs: Tensor
+    """[A] log-probs under the reference model; 0 where there is none."""
     advantages: Tensor
     """[A] filled in by the estimator before the first forward pass."""
     weights: Tensor
@@ -253,7 +261,8 @@ class Batch:
     """One optimizer step's worth of rollouts, as one rank sees it."""
 
     step: int
-    """Optimizer step that trains it: ``trainer.global_step`` before the update."""
+    """Optimizer step that trains it: ``trainer.global_step`` before the update. With several
+    epochs it trains again at a later one."""
     micro_batches: list[MicroBatch]
     """This rank's share; every rank has equally many."""
     trajectories: list[Trajectory]
@@ -263,8 +272,33 @@ class Batch:
     rewards: Tensor
     """[R] rewards of the whole batch, clipped."""
     action_counts: Tensor
-    """[R] int64, action tokens of each trajectory."""
+    """[R] int64, action tokens of each trajectory that train: N in all."""
+    behavior_logprobs: Tensor
+    """[N] log-probs that those tokens were sampled with."""
     num_tokens: int
     """Tokens of the whole batch, prompts included."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Figures about the rollouts, already global."""
+    siblings: list[Batch] = field(default_factory=list, repr=False)
+    """The batches of all groups that were taken together, this one among them, in order: credit is
+    assigned over all of them, before the first update."""
+    proximal_logprobs: Tensor | None = None
+    """[N] log-probs of all action tokens under the policy before that first update, ordered by
+    ``MicroBatch.token_index`` and the same on every rank; None where nobody needs them."""
+    reference_logprobs: Tensor | None = None
+    """[N] the same under the reference model."""
+
+    def __post_init__(self) -> None:
+        """A batch of groups that were taken alone has only itself."""
+        self.siblings = self.siblings or [self]
+
+    @property
+    def num_actions(self) -> int:
+        """Action tokens of the whole batch that train."""
+        return int(self.action_counts.sum())
+
+    def move_to(self, step: int) -> None:
+        """Let another, later step train the batch: its tokens are that much staler."""
+        for micro in self.micro_batches:
+            micro.staleness += step - self.step
+        self.step = step

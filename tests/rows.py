@@ -66,6 +66,9 @@ def pack(rows: list[Row]) -> MicroBatch:
         temperature=per_action([float(row.temperature) for row in rows]),
         segment_index=index,
         trajectory_index=index,
+        token_index=torch.arange(len(index)),
+        proximal_logprobs=torch.zeros(len(index)),
+        reference_logprobs=torch.zeros(len(index)),
         advantages=per_action([float(row.advantage) for row in rows]),
         weights=per_action([float(row.weight) for row in rows]),
     )

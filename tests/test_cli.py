@@ -69,6 +69,7 @@ def test_an_unknown_command_names_the_nearest(molt):
         ("--weight_sync.every_n_step=2", "weight_sync.every_n_step", "weight_sync.every_n_steps"),
         ("--model.max_grad_nrm=2", "max_grad_nrm", "max_grad_norm"),
         ("--model.loss.clip_hihg=2", "clip_hihg", "clip_high"),
+        ("--model.kl.ceof=2", "kl.ceof", "kl.coef"),
         ("--data.sampling.temprature=2", "sampling.temprature", "sampling.temperature"),
     ],
 )
@@ -88,6 +89,27 @@ def test_a_trainer_option_without_effect_is_refused(molt, key: str):
     printed = molt("fit", "--config=configs/moe_grpo.yaml", f"--trainer.{key}=4")
     assert f"trainer.{key}=4" in printed
     assert "has no effect" in printed
+
+
+def test_a_schedule_that_waits_for_a_metric_is_refused(molt):
+    printed = molt("fit", "--config=configs/moe_grpo.yaml", "--lr_scheduler=ReduceLROnPlateau",
+                   "--lr_scheduler.monitor=loss/total")  # fmt: skip
+    assert "ReduceLROnPlateau waits for a metric, not for steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ("--model.correction=icepop", "icepop"),
+        ("--model.correction.high=3", {"level": "token", "mode": "truncate", "high": 3.0}),
+    ],
+)
+def test_a_correction_is_a_name_or_its_settings(molt, option: str, wanted: object):
+    printed = molt("fit", "--config=configs/moe_grpo.yaml", option, "--print_config")
+    found = yaml.safe_load(printed)["model"]["init_args"]["correction"]
+    if isinstance(wanted, dict):
+        found = {key: found["init_args"][key] for key in wanted}
+    assert found == wanted
 
 
 def test_a_second_configuration_overrides_the_first(molt, tmp_path: Path):

@@ -10,6 +10,7 @@ import ray
 
 from molt import PolicyModule, RolloutDataModule
 from molt.agents import SingleTurn
+from molt.algo import KL, OnPolicyDistillation, ReinforcePlusPlus
 from molt.callbacks import WeightSync
 from molt.parallel import FSDP2Strategy
 from molt.rollout.spec import EngineOptions
@@ -41,7 +42,11 @@ def data(tmp_path: Path):
 
 
 def fit(
-    model: Path | str, data: RolloutDataModule, *callbacks: pl.Callback, **options: Any
+    model: Path | str,
+    data: RolloutDataModule,
+    *callbacks: pl.Callback,
+    algorithm: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     trainer = pl.Trainer(
         **{
@@ -55,7 +60,7 @@ def fit(
         }
         | options
     )
-    trainer.fit(PolicyModule(str(model)), datamodule=data)
+    trainer.fit(PolicyModule(str(model), **algorithm or {}), datamodule=data)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,9 @@ def fit(
         ({"max_staleness": -1, "lookahead": -1}, "max_staleness=-1 is negative"),
         ({"lookahead": 3, "max_staleness": 2}, "lookahead=3 is not between 0 and .*staleness=2"),
         ({"sampling": Sampling(temperature=0.0)}, "temperature=0.0"),
+        ({"minibatches": 2}, "minibatches=2 cannot share the 1 groups of the last batch"),
+        ({"epochs": 3}, "lookahead=1 .* the 0 batches of 3 steps that fit into .*max_staleness=4"),
+        ({"epochs": 6, "lookahead": 0}, "the -1 batches of 6 steps"),
     ],
 )
 def test_settings_that_contradict_each_other(data: Any, settings: dict, message: str):
@@ -86,6 +94,35 @@ def test_settings_that_contradict_the_model(data: Any, model: Path, settings: di
     with pytest.raises(ValueError, match=message):
         fit(model, data(**settings), WeightSync())
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("settings", "algorithm", "message"),
+    [
+        ({"epochs": 2}, {}, "proximal=current knows only .*; set recompute or behavior"),
+        ({}, {"kl": KL(coef=0.1, place="reward")}, "GRPO sees trajectories; set place=loss"),
+        ({}, {"estimator": OnPolicyDistillation()}, "needs model.init_args.reference"),
+        ({"agent": None}, {}, "agent gives no reward, but .*estimator=GRPO needs one"),
+        ({"agent": None}, {"estimator": ReinforcePlusPlus()}, "ReinforcePlusPlus needs one"),
+    ],
+)
+def test_algorithms_that_make_no_sense(
+    data: Any, model: Path, settings: dict, algorithm: dict, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        fit(model, data(**settings), WeightSync(), algorithm=algorithm)
+    assert not ray.is_initialized()
+
+
+def test_a_reference_with_another_tokenizer(data: Any, model: Path, tmp_path: Path):
+    folder = tiny_dense(tmp_path / "other")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    algorithm = {"estimator": OnPolicyDistillation(), "reference": str(folder)}
+    with pytest.raises(ValueError, match=r"has another tokenizer than .*: 2 tokens differ"):
+        fit(model, data(agent=None), WeightSync(), algorithm=algorithm)
 
 
 def test_a_missing_model(data: Any):
@@ -113,6 +150,10 @@ def test_weights_that_nobody_would_sync(data: Any, model: Path):
 def test_a_sync_too_rare_for_the_lookahead(data: Any, model: Path):
     with pytest.raises(ValueError, match=r"every_n_steps=3 starves the trainer with .*lookahead=1"):
         fit(model, data(lookahead=1), WeightSync(every_n_steps=3))
+    # Two batches of two steps are the most; three steps would leave the engines one batch short.
+    for every, settings in ((6, {"lookahead": 1}), (3, {"lookahead": 0})):
+        with pytest.raises(ValueError, match=f"every_n_steps={every} starves the trainer"):
+            fit(model, data(epochs=2, **settings), WeightSync(every_n_steps=every))
 
 
 def test_a_strategy_that_cannot_shard(data: Any, model: Path):

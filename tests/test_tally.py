@@ -11,6 +11,8 @@ from tests.rows import pack, segments
 class OneRank(FSDP2Strategy):
     """A strategy with nobody to reduce with."""
 
+    data_rank, data_size = 0, 1
+
     def all_reduce(self, tensor, op="sum"):
         return tensor
 
@@ -18,12 +20,13 @@ class OneRank(FSDP2Strategy):
 def count(log_ratio: list[float], staleness: list[int]) -> dict[str, float]:
     micro = pack(segments()[:1])
     micro.behavior_logprobs = torch.full((len(log_ratio),), -1.0)
+    micro.reference_logprobs = torch.full((len(log_ratio),), -1.0)
     micro.staleness = torch.tensor(staleness)
     tally = Tally(torch.device("cpu"), torch.float32)
     none = torch.zeros(len(log_ratio), dtype=torch.bool)
     logprobs = micro.behavior_logprobs + torch.tensor(log_ratio)
     tally.add(micro, logprobs, torch.full_like(logprobs, 2.0), none, ~none)
-    tally.add_losses(torch.tensor(3.0), torch.tensor(1.0))
+    tally.add_losses(torch.tensor(3.0), torch.tensor(1.0), torch.tensor(0.5))
     return tally.reduce(OneRank())
 
 
@@ -35,7 +38,9 @@ def test_figures_are_means_over_tokens():
     assert figures["policy/ratio_max"] == pytest.approx(2.0)
     # k3 = r - 1 - log r: 0, 1 - log 2, log 2 - 1/2; their sum is 1/2.
     assert figures["policy/kl_behavior"] == pytest.approx(0.5 / 3)
-    assert (figures["loss/total"], figures["loss/policy"]) == (3.0, 1.0)
+    # And k3 the other way, from the reference: r - 1 + log r of r = 1, 1/2, 2; their sum is 1/2.
+    assert figures["policy/kl_reference"] == pytest.approx(0.5 / 3)
+    assert [figures[f"loss/{name}"] for name in ("total", "policy", "kl")] == [3.0, 1.0, 0.5]
 
 
 def test_the_mismatch_is_that_of_fresh_tokens():

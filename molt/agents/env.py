@@ -87,10 +87,13 @@ class SingleTurn(Env):
 
     Args:
         reward: Scores an answer; called with the task and the text of the answer. A coroutine
-            function spares the thread, which counts where thousands of rewards are quick.
+            function spares the thread, which counts where thousands of rewards are quick. Null
+            rewards nothing: for estimators that need no reward.
     """
 
-    def __init__(self, reward: Callable[[Task, str], float | Awaitable[float]]) -> None:
+    def __init__(
+        self, reward: Callable[[Task, str], float | Awaitable[float]] | None = None
+    ) -> None:
         self.reward = reward
         self.task: Task | None = None
 
@@ -101,7 +104,7 @@ class SingleTurn(Env):
 
     async def step(self, action: str) -> StepResult:
         """Score the answer."""
-        reward = await call(self.reward, self.task, action)
+        reward = await call(self.reward, self.task, action) if self.reward else 0.0
         return StepResult(reward=reward, terminated=True)
 
 

@@ -85,7 +85,12 @@ def _longest_first(lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     return rows
 
 
-def pack(segments: Sequence[Segment], trajectory_index: Sequence[int], step: int) -> MicroBatch:
+def pack(
+    segments: Sequence[Segment],
+    trajectory_index: Sequence[int],
+    step: int,
+    first_token: Sequence[int] | None = None,
+) -> MicroBatch:
     """Lay segments one after another in one row; those with the same prompt share its tokens.
 
     With no segments the row is a single token without an action: it takes part in every collective
@@ -95,7 +100,11 @@ def pack(segments: Sequence[Segment], trajectory_index: Sequence[int], step: int
         segments: What the row holds.
         trajectory_index: Trajectory of the whole batch that each segment belongs to.
         step: Optimizer step that trains the row.
+        first_token: Place of each segment's first action token among those of the whole batch;
+            None where the row is the whole batch.
     """
+    if first_token is None:
+        first_token = np.cumsum([0, *(s.num_actions for s in segments)]).tolist()
     row = _Row()
     by_prompt = families(segments, capacity=sum(len(s.token_ids) for s in segments))
     for family in by_prompt:
@@ -105,6 +114,7 @@ def pack(segments: Sequence[Segment], trajectory_index: Sequence[int], step: int
     order = [i for family in by_prompt for i in family.members]
     laid = [segments[i] for i in order]
     counts = [s.num_actions for s in laid]
+    places = [first_token[i] + np.arange(n) for i, n in zip(order, counts, strict=True)]
     versions = _concat([s.policy_versions[s.action_mask] for s in laid], np.int64)
     logprobs = _concat([s.behavior_logprobs[s.action_mask] for s in laid], np.float32)
     return MicroBatch(
@@ -118,6 +128,9 @@ def pack(segments: Sequence[Segment], trajectory_index: Sequence[int], step: int
         temperature=_per_action([s.temperature for s in laid], counts, torch.float32),
         segment_index=_per_action(range(len(laid)), counts, torch.int64),
         trajectory_index=_per_action([trajectory_index[i] for i in order], counts, torch.int64),
+        token_index=torch.from_numpy(_concat(places, np.int64)),
+        proximal_logprobs=torch.from_numpy(logprobs),
+        reference_logprobs=torch.zeros(sum(counts)),
         advantages=torch.zeros(sum(counts)),
         weights=torch.zeros(sum(counts)),
     )

@@ -45,6 +45,8 @@ class Producer:
         self._running: set[asyncio.Task[None]] = set()
         self._load = [0] * len(self.workers)
         self._dropped = 0
+        self.filtered: Counter[str] = Counter()  # by filter, since the last batch
+        self._num_filtered = 0
 
     async def start(self) -> None:
         """Take the libraries out of garbage collections."""
@@ -96,6 +98,7 @@ class Producer:
             self._raise_error()
             groups = self.buffer.take(step)
             if groups is not None:
+                self.filtered.clear()
                 return groups
             self._changed.clear()
             try:
@@ -138,13 +141,14 @@ class Producer:
             "groups_in_flight": len(self.buffer.unfinished),
             "groups_ready": self.buffer.num_ready,
             "groups_dropped": self._dropped,
+            "groups_filtered": self._num_filtered,
             **self.failures.counts(),
         }
 
     def _dispatch(self) -> None:
         if self._buffer is None or self.version < 0:
             return
-        for ordinal in self.buffer.admit(self.version):
+        for ordinal in self.buffer.admit(self.version // self.spec.updates_per_batch):
             self._spawn(self._produce(ordinal, self.version))
 
     async def _produce(self, ordinal: int, version: int) -> None:
@@ -160,7 +164,11 @@ class Producer:
         )
         result = await self._run(request)
         self.failures.add(result)
-        if result.trains:
+        if result.filtered_by:
+            self._refill(result.filtered_by)
+            self.buffer.drop(ordinal)
+            self._dispatch()
+        elif result.trains:
             self.buffer.finish(ordinal, result.packed)
         else:
             log.warning("task %s is replaced:\n%s", request.task.id, result.faults[-1].error)
@@ -168,6 +176,19 @@ class Producer:
             self.buffer.drop(ordinal)
             self._dispatch()
         self._changed.set()
+
+    def _refill(self, filter_name: str) -> None:
+        """Count a group that a filter drops, and stop a run that would look for others forever."""
+        self.filtered[filter_name] += 1
+        self._num_filtered += 1
+        most = self.spec.max_filtered * self.spec.groups_per_step
+        if self.filtered.total() > most:
+            raise RuntimeError(
+                f"the filters dropped {self.filtered.total()} groups for one batch of "
+                f"{self.spec.groups_per_step} ({dict(self.filtered)}), more than "
+                f"data.init_args.max_filtered={self.spec.max_filtered} batches' worth: the tasks "
+                "are too easy or too hard for this policy, or the filters too strict"
+            )
 
     async def _run(self, request: GroupRequest) -> GroupResult:
         index = self._load.index(min(self._load))

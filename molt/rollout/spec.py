@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from molt.agents import Env, Limits
+from molt.algo import GroupFilter, Shaping
 from molt.tasks import TaskSet
 from molt.types import Sampling
 
@@ -74,13 +76,23 @@ class RolloutSpec:
     group_size: int
     """Trajectories of each task."""
     groups_per_step: int
-    """Groups that one optimizer step trains."""
+    """Groups of one batch; what the buffer calls a step is a batch."""
     lookahead: float
-    """Steps that generation runs ahead."""
+    """Batches that generation runs ahead."""
     max_staleness: int
-    """Bound on the age of a token, in steps."""
+    """Batches between dispatch and training, at most."""
     max_steps: int | None
-    """Steps of the whole run; None has no end."""
+    """Batches of the whole run; None has no end."""
+    updates_per_batch: int = 1
+    """Optimizer steps, and so policy versions, of one batch."""
+    filters: Sequence[GroupFilter] = ()
+    """Which finished groups train."""
+    max_filtered: float = 10.0
+    """Batches' worth of groups that the filters may drop for one batch."""
+    shaping: Shaping = field(default_factory=Shaping)
+    """Penalties on rewards, for the filters to see what trains."""
+    reward_clip: tuple[float, float] = (-math.inf, math.inf)
+    """Range that rewards are clipped to before."""
     eval_tasks: Mapping[str, TaskSet] = field(default_factory=dict)
     """Task sets to score, by name."""
     eval_sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))

@@ -34,7 +34,8 @@ class GroupRequest:
     task: Task
     """What to try."""
     pass_index: int
-    """Pass over the tasks; part of the seed, so that every pass samples afresh."""
+    """Pass over the tasks; part of the seed, so that every pass samples afresh. Negative where
+    the group is only scored: then no filter sees it."""
     size: int
     """Number of trajectories."""
     sampling: Sampling
@@ -55,6 +56,8 @@ class GroupResult:
     """All attempts that ended in a fault, retried or not."""
     num_attempts: int
     """All attempts."""
+    filtered_by: str = ""
+    """Class of the filter that drops the group, if one does."""
 
 
 class RolloutWorker:
@@ -88,12 +91,20 @@ class RolloutWorker:
             version=request.version,
             trajectories=tuple(member[-1] for member in tries),
         )
+        trains = all(trajectory.outcome.trains for trajectory in group.trajectories)
         return GroupResult(
             packed=pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL),
-            trains=all(trajectory.outcome.trains for trajectory in group.trajectories),
+            trains=trains,
             faults=tuple(t for t in attempts if not t.outcome.trains),
             num_attempts=len(attempts),
+            filtered_by=self._filter(group) if trains and request.pass_index >= 0 else "",
         )
+
+    def _filter(self, group: Group) -> str:
+        """Return the class of the first filter that drops a group, or an empty string."""
+        rewards = self.spec.shaping.rewards(group.trajectories, self.spec.reward_clip)
+        dropped_by = (f for f in self.spec.filters if not f(group.trajectories, rewards))
+        return next((type(f).__name__ for f in dropped_by), "")
 
     async def _member(self, request: GroupRequest, member: int) -> list[Trajectory]:
         attempts: list[Trajectory] = []

@@ -63,6 +63,10 @@ def test_a_prompt_that_segments_share_is_laid_down_once():
     assert row.context_index.tolist() == [1, 2, 1, 5]
     assert row.trajectory_index.tolist() == [0, 0, 2, 1]
     assert row.staleness.tolist() == [0, 0, 1, 0]
+    # Among the five actions of these segments the third begins at 3; in a larger batch, elsewhere.
+    assert row.token_index.tolist() == [0, 1, 3, 2]
+    row = pack(segments, [4, 5, 9], step=3, first_token=[10, 12, 40])
+    assert row.token_index.tolist() == [10, 11, 40, 12]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=30))

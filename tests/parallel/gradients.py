@@ -1,11 +1,13 @@
 """Run under torchrun: gradients of the same eight segments in many settings.
 
 Usage: gradients.py JOBS.json OUT.pt. A job says how the strategy is made and which segments each
-rank packs into which row; the file gets the whole gradients and the norm before clipping.
+rank packs into which row; the file gets the whole gradients and the norm before clipping. A job
+with groups goes through the module instead: credit, reference model, loss and metrics.
 """
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +16,12 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import nn
 
+from molt.algo import KL, GSPOLoss, ReinforcePlusPlus, Shaping
+from molt.data import build_batch
+from molt.module import PolicyModule
 from molt.parallel import FSDP2Strategy
+from molt.tally import Tally
+from tests.groups import make_groups
 from tests.rows import loss, pack, segments
 
 MAX_NORM = 0.1
@@ -67,11 +74,53 @@ def gradients(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class Learner(PolicyModule):
+    """The module without a trainer around it."""
+
+    strategy = FSDP2Strategy()
+
+
+def learned(job: dict[str, Any]) -> dict[str, Any]:
+    """Gradients and metrics of groups that the ranks share, by sequence and by token."""
+    strategy = connect(**job["strategy"])
+    module = Learner(
+        job["model"],
+        estimator=ReinforcePlusPlus(gamma=0.9),
+        loss=GSPOLoss(0.2, 0.3),
+        correction="sequence_mask",
+        proximal="recompute",
+        kl=KL(coef=0.1, place="reward"),
+        reference=job["reference"],
+        entropy_coef=0.1,
+    )
+    module.strategy = strategy
+    module.policy = strategy.build_policy(job["model"])
+    module.reference = strategy.build_policy(job["reference"]).requires_grad_(False)
+    groups = make_groups(3)
+    if job["groups"] == "one segment":  # the second rank has nothing to train
+        groups = [replace(groups[0], trajectories=groups[0].trajectories[:1])]
+    shares = strategy.data_rank, strategy.data_size
+    batch = build_batch(groups, 1, *shares, job["tokens"], (-10, 10), Shaping(truncated="mask"))
+    module.prepare(batch)
+    tally = Tally(torch.device("cpu"), torch.float32)
+    for micro in strategy.accumulate(module.policy, batch.micro_batches):
+        logprobs, entropy = module.policy.logprobs(micro)
+        module.micro_loss(micro, logprobs, entropy, tally, batch).backward()
+    named = module.policy.named_parameters()
+    return {
+        "gradients": {name: p.grad.full_tensor().clone() for name, p in named},
+        "figures": tally.reduce(strategy),
+        "actions": sum(len(micro.action_index) for micro in batch.micro_batches),
+        "num_rows": len(batch.micro_batches),
+    }
+
+
 def main(jobs: str, out: str) -> None:
     """Run all jobs on all ranks; rank 0 writes."""
     transformers.utils.logging.disable_progress_bar()
     with open(jobs) as file:
-        results = {name: gradients(job) for name, job in json.load(file).items()}
+        jobs_by_name = json.load(file).items()
+    results = {n: learned(job) if "groups" in job else gradients(job) for n, job in jobs_by_name}
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)
     torch.distributed.barrier()

@@ -26,6 +26,7 @@ TWO = {
     "replicated": {"rows": [[[0, 1, 2], [3]], [[4, 5], [6, 7]]], "data_replicate": 2},
     "offloaded": {"rows": [[[0, 1, 2, 3]], [[4, 5, 6, 7]]], "cpu_offload": True},
 }
+LEARNED = ("all", "one segment")
 BF16 = {"param_dtype": "bfloat16"}
 
 
@@ -39,6 +40,16 @@ def run(settings, folders, processes, path):
         for name, setting in settings.items()
         for model, folder in folders.items()
     }
+    jobs |= {
+        f"learned/{groups}/{processes}": {
+            "model": str(folders["dense"]),
+            "reference": str(folders["dense"].with_name("reference")),
+            "groups": groups,
+            "tokens": 1000 if processes == 1 else 30,
+            "strategy": FP32,
+        }
+        for groups in LEARNED
+    }
     (path / "jobs.json").write_text(json.dumps(jobs))
     torchrun("gradients.py", path / "jobs.json", path / "out.pt", processes=processes)
     return torch.load(path / "out.pt")
@@ -47,6 +58,7 @@ def run(settings, folders, processes, path):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
+    tiny_dense(path / "reference", seed=1)
     return {"dense": tiny_dense(path / "dense"), "moe": tiny_moe(path / "moe")}
 
 
@@ -67,6 +79,20 @@ def oracle(folders):
             loss(*plain(model, row), pack([row])).backward()
         found[name] = {n: p.grad for n, p in model.named_parameters()}
     return found
+
+
+@pytest.mark.parametrize("groups", LEARNED)
+def test_credit_loss_and_metrics_do_not_depend_on_the_ranks(results, groups):
+    one, two = (results[f"learned/{groups}/{n}"] for n in (1, 2))
+    if groups == "one segment":
+        assert two["actions"] == one["actions"]  # the other rank has none
+    else:
+        assert two["num_rows"] > one["num_rows"] == 1
+        assert 0 < two["actions"] < one["actions"]
+    assert max(g.abs().max() for g in one["gradients"].values()) > 1e-3
+    for name, grad in one["gradients"].items():
+        assert (two["gradients"][name] - grad).abs().max() < 1e-6, name
+    assert two["figures"] == pytest.approx(one["figures"], rel=1e-5, abs=1e-6)
 
 
 def norm(gradients):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from molt.agents import Limits, SingleTurn
+from molt.algo import GroupFilter, Shaping, ZeroVarianceFilter
 from molt.rollout.client import EngineServer
 from molt.rollout.producer import Producer
 from molt.rollout.spec import EngineOptions, RolloutSpec
@@ -170,6 +171,64 @@ def test_too_many_faults_stop_the_run_with_the_commonest_cause(spec):
 
     eval_tasks = {"held_out": Rows(2, "held_out")}
     run(replace(spec, agent=SingleTurn(always_fail), eval_tasks=eval_tasks), scenario)
+
+
+class NotRow2(GroupFilter):
+    """A user's filter: it sees what the group will train with."""
+
+    def __call__(self, trajectories, rewards) -> bool:
+        assert all(reward <= 3.0 for reward in rewards)  # clipped
+        return trajectories[0].task_id != "row:2"
+
+
+def test_a_filtered_group_is_replaced_and_counted(spec):
+    async def scenario(producer: Producer, publish: Publish) -> None:
+        trained = []
+        for step in range(2):
+            await publish(step)
+            trained += [g.task_id for g in await batch(producer, step)]
+        assert sorted(trained[:3]) == ["row:0", "row:1", "row:3"]
+        assert trained[3] != "row:2"
+        stats = await producer.stats()
+        assert (stats["groups_filtered"], stats["groups_dropped"], stats["attempts"]) == (1, 0, 10)
+        # An evaluation is never filtered.
+        assert len(await producer.evaluate("held_out", 0, None)) == 3
+
+    seed = next(seed for seed in range(9) if TaskStream(Rows(4), seed)[4].id != "row:2")
+    run(
+        replace(spec, filters=[NotRow2()], seed=seed, reward_clip=(0, 3), eval_tasks={
+            "held_out": Rows(3)}),
+        scenario,
+    )  # fmt: skip
+
+
+def test_a_batch_that_never_fills_stops_the_run(spec):
+    async def scenario(producer: Producer, publish: Publish) -> None:
+        await publish(0)
+        # Equal rewards for all: three batches of two may be dropped, the seventh group is too much.
+        reason = (
+            r"dropped 7 groups for one batch of 2 \({'ZeroVarianceFilter': 7}\).*max_filtered=3"
+        )
+        with pytest.raises(RuntimeError, match=reason):
+            await producer.next_batch(0, 10)
+
+    filters = [ZeroVarianceFilter()]
+    spec = replace(spec, agent=SingleTurn(), filters=filters, max_filtered=3, shaping=Shaping())
+    run(spec, scenario)
+
+
+def test_versions_within_a_batch_dispatch_nothing_new(spec):
+    async def scenario(producer: Producer, publish: Publish) -> None:
+        dispatched = []
+        for version in range(4):
+            await publish(version)
+            dispatched.append(len(producer.buffer.unfinished) + producer.buffer.num_ready)
+            if version % 2 == 0:
+                groups = await batch(producer, version // 2)
+                assert {g.version for g in groups} == {version}
+        assert dispatched == [2, 0, 2, 0]
+
+    run(replace(spec, updates_per_batch=2), scenario)
 
 
 def test_a_resumed_run_generates_what_was_not_trained(spec):

@@ -1,0 +1,62 @@
+"""A rollout side that hands out groups made on the spot, sampled by the model in a folder."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from molt.rollout.engine import Receipt
+from molt.types import Group, Segment, Trajectory
+from tests.groups import make_groups
+
+
+class Replay:
+    """Plays the pool: every batch was sampled by version 0, with its exact log-probs.
+
+    Args:
+        folder: The model that sampled.
+        groups_per_step: Groups of a batch.
+    """
+
+    def __init__(self, folder: str, groups_per_step: int) -> None:
+        self.folder, self.groups_per_step = folder, groups_per_step
+
+    def next_batch(self, step: int, timeout_s: float, should_stop: Any) -> list[Group]:
+        size = self.groups_per_step
+        groups = make_groups(size, seed=step, first=size * step)
+        return [
+            replace(group, trajectories=tuple(self.sampled(t) for t in group.trajectories))
+            for group in groups
+        ]
+
+    def sampled(self, trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, segments=tuple(self.scored(s) for s in trajectory.segments))
+
+    @torch.no_grad()
+    def scored(self, segment: Segment) -> Segment:
+        ids = torch.from_numpy(segment.token_ids)
+        scores = model(self.folder)(input_ids=ids[None]).logits[0, :-1] / segment.temperature
+        logp = scores.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        logp = torch.cat([torch.zeros(1), logp]) * torch.from_numpy(segment.action_mask)
+        return replace(segment, behavior_logprobs=logp.numpy())
+
+    def begin(self, first_step: int, position: dict[str, Any] | None) -> None:
+        self.begun = first_step
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"batch": step}
+
+    def stats(self) -> dict[str, float]:
+        return {"groups_filtered": 0.0}
+
+    def load_weights(self, manifest: Any, version: int, timeout_s: float) -> list[Receipt]:
+        return []
+
+    def stop(self) -> None: ...
+
+
+@lru_cache
+def model(folder: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
