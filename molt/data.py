@@ -267,7 +267,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if self.pool is None:  # Lightning keeps what rank 0 returns
             return {}
         step = self.run.global_step
-        state: dict[str, Any] = {"position": self.pool.state(self.batches_before(step))}
+        state: dict[str, Any] = {"position": self.pool.position}
         if step % self.updates_per_batch:
             groups, batches = self.taken
             state["unfinished"] = Unfinished(groups, [b.proximal_logprobs for b in batches])
