@@ -20,6 +20,7 @@ Event = dict[str, Any]
 """What one line says: ``event`` names its kind."""
 
 _START = "0" * 16
+_CHAIN = b',"chain":"'
 
 
 class BrokenLine(ValueError):
@@ -52,7 +53,7 @@ class Ledger:
             raise RuntimeError(f"{path.parent} is the folder of a run that goes on") from error
         self._file.seek(0)
         self.num_lines, self._chain, size = 0, _START, 0
-        for line, chain, _ in _lines(self._file):
+        for line, chain in _lines(self._file):
             self.num_lines += 1
             self._chain = chain
             size += len(line)
@@ -67,7 +68,8 @@ class Ledger:
         """
         for event in events:
             self.num_lines += 1
-            line, self._chain = _encode(self.num_lines, event, self._chain)
+            content = json.dumps({"n": self.num_lines, **event}, separators=(",", ":"))
+            line, self._chain = _link(content[:-1].encode(), self._chain)
             self._file.write(line)
         self._file.flush()
         if durable:
@@ -88,29 +90,26 @@ def read(path: Path) -> Iterator[tuple[int, Event]]:
         BrokenLine: If a line is not what was written, or not where it was written.
     """
     with path.open("rb") as file:
-        for number, (_, _, event) in enumerate(_lines(file), 1):
+        for number, (line, _) in enumerate(_lines(file), 1):
+            event = json.loads(line)
+            del event["n"], event["chain"]
             yield number, event
 
 
-def _lines(file: Iterable[bytes]) -> Iterator[tuple[bytes, str, Event]]:
-    """Yield each whole line, its link of the chain, and its event."""
+def _lines(file: Iterable[bytes]) -> Iterator[tuple[bytes, str]]:
+    """Yield each whole line, and its link of the chain."""
     chain = _START
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
             return
-        try:
-            event = json.loads(line)
-            del event["n"], event["chain"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BrokenLine(number, "it is not a line of a ledger") from error
-        expected, chain = _encode(number, event, chain)
-        if line != expected:
+        content = line.rpartition(_CHAIN)[0]
+        expected, chain = _link(content, chain)
+        if line != expected or not content.startswith(b'{"n":%d,' % number):
             raise BrokenLine(number, "it was changed, or a line before it was removed or added")
-        yield line, chain, event
+        yield line, chain
 
 
-def _encode(number: int, event: Event, chain: str) -> tuple[bytes, str]:
-    """Return the line of an event, and its link of the chain."""
-    content = json.dumps({"n": number, **event}, separators=(",", ":"))
-    link = hashlib.blake2b((chain + content).encode(), digest_size=8).hexdigest()
-    return f'{content[:-1]},"chain":"{link}"}}\n'.encode(), link
+def _link(content: bytes, chain: str) -> tuple[bytes, str]:
+    """Return the line with some content, and its link of the chain."""
+    link = hashlib.blake2b(chain.encode() + content, digest_size=8).hexdigest()
+    return content + _CHAIN + f'{link}"}}\n'.encode(), link

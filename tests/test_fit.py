@@ -153,6 +153,7 @@ def test_a_reward_that_is_no_number_stops_the_run(folder: Path):
     output = run(folder, "fit", "--data.agent.reward=broken.nan", expect=1)
     assert "returned the reward nan for task tasks:" in output
     assert time.monotonic() - started < 200
+    assert audit(newest(folder))["steps"].startswith("0, the run failed: RewardError: ")
 
 
 def test_the_parts_that_the_readme_shows_run_together(folder: Path):

@@ -9,8 +9,8 @@ from molt.ledger import NAME, read
 from tests.loop import go_on, spec, trained_tasks
 from tests.models import tiny_moe
 
-NUM_KILLS = 24
-STEPS = 45  # passes of three steps
+NUM_KILLS = 20
+STEPS = 36  # passes of three steps
 
 
 def size(path: Path) -> int:

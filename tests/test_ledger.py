@@ -7,15 +7,19 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt import cli
 from molt.audit import AuditError, audit
+from molt.callbacks.ledger import trained_groups
+from molt.data import build_batch
 from molt.ledger import NAME, BrokenLine, Ledger, read
 from molt.rollout.fingerprint import Fingerprint, token_hashes
 from molt.types import Generation
@@ -106,6 +110,28 @@ def test_token_hashes_do_not_collide():
     hashes = token_hashes(*columns, np.full(20_000, -0.5))
     distinct = len({*zip(*(column.tolist() for column in columns), strict=True)})
     assert len(np.unique(hashes)) == distinct
+
+
+def test_what_all_ranks_train_adds_up_to_what_one_would(model: Path, tmp_path: Path):
+    groups = Loop(spec(model), tmp_path).go(0, 1)[0]
+    shares: list[torch.Tensor] = []
+
+    def trained(rank: int, num_ranks: int) -> list[dict[str, Any]]:
+        """The share of one rank; it believes that there is no other."""
+        strategy = SimpleNamespace(
+            root_device="cpu", all_reduce=lambda tensor: shares.append(tensor) or tensor
+        )
+        batch = build_batch(groups, 0, rank, num_ranks, 64, (-1.0, 1.0))
+        return trained_groups(batch, SimpleNamespace(strategy=strategy))  # type: ignore[arg-type]
+
+    alone = trained(0, 1)
+    assert [len(group["trajectories"]) for group in alone] == [2, 2, 2, 2]
+    trained(0, 2)
+    trained(1, 2)
+    whole, first, second = shares
+    assert first.any()
+    assert second.any()
+    assert torch.equal(whole, first + second)
 
 
 def test_the_audit_of_a_run_tells_what_it_proves(run: Path):
@@ -294,7 +320,7 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(PLANS, st.data())
 def test_however_often_a_run_is_resumed_every_task_is_accounted_for_once(
     model, tmp_path_factory, plan, data
