@@ -6,13 +6,22 @@ A task's *ordinal* is its position in the stream of tasks, counted over all pass
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from molt.ledger import NAME, Event, read
 
-SETTINGS = ("tasks", "num_tasks", "seed", "group_size", "groups_per_step", "max_staleness")
+SETTINGS = (
+    "tasks",
+    "num_tasks",
+    "seed",
+    "group_size",
+    "groups_per_step",
+    "minibatches",
+    "epochs",
+    "max_staleness",
+)
 """What the first line must say of the run."""
 
 
@@ -48,12 +57,14 @@ def audit(run: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Group:
-    """A group between dispatch and training."""
+    """A group from its dispatch on."""
 
     version: int
     """Policy version at dispatch."""
     sampled: list[dict[str, Any]] | None = None
     """What the engines sampled for each trajectory, once all have ended."""
+    steps: list[int] = field(default_factory=list)
+    """The steps that trained it."""
 
 
 class Auditor:
@@ -63,18 +74,19 @@ class Auditor:
         self.settings: dict[str, Any] = {}
         self.step = self.first_step = 0
         self.begun = False  # the stream of tasks
-        self.batch: int | None = None  # the next one; the stream says where it begins
+        self.updates = 1  # steps of a batch
+        self.batch = 0  # the next one to be taken
+        self.batches: dict[int, dict[int, _Group]] = {}  # those that a resume may go on within
         self.versions: dict[int, str] = {}  # digest that the engines confirmed
         self.settled: dict[int, int] = {}  # step at which each ordinal was taken or dropped
         self.reasons: dict[int, str] = {}  # of each ordinal that was dropped
         self.trained: dict[int, int] = {}  # step that trained each ordinal
         self.counts: dict[int, Counter[str]] = {}  # of each step
         self.open: dict[int, _Group] = {}
-        self.taken: dict[int, _Group] = {}  # by the step that is being trained
         self.names: dict[tuple[int, str], int] = {}  # ordinal of each task in each pass
         self.cursor = 0  # all tasks before it are settled
         self.next = 0  # the task to be dispatched next
-        self.num_resumes = self.num_voided = 0
+        self.num_resumes = self.num_voided = self.num_unproven = 0
         self.ended = ""
 
     def follow(self, event: Event) -> None:
@@ -105,6 +117,8 @@ class Auditor:
         """The run begins."""
         self.settings = {key: event[key] for key in SETTINGS}
         self.step = self.first_step = event["step"]
+        self.updates = self.settings["minibatches"] * self.settings["epochs"]
+        self.batch = self._batches_before(self.step)
 
     def resume(self, event: Event) -> None:
         """A checkpoint takes the place of all that was done after it."""
@@ -118,7 +132,10 @@ class Auditor:
             )
         self.num_resumes += 1
         self.num_voided += self.step - step
-        self.step, self.batch, self.ended = step, None, ""
+        self.step, self.batch, self.ended = step, self._batches_before(step), ""
+        self.batches = {b: groups for b, groups in self.batches.items() if b < self.batch}
+        for group in (group for groups in self.batches.values() for group in groups.values()):
+            group.steps = [at for at in group.steps if at < step]
         self.settled = {o: at for o, at in self.settled.items() if at < step}
         self.reasons = {o: reason for o, reason in self.reasons.items() if o in self.settled}
         self.trained = {o: at for o, at in self.trained.items() if at < step}
@@ -126,7 +143,6 @@ class Auditor:
         self.versions = {v: digest for v, digest in self.versions.items() if v < step}
         self.cursor = 0
         self.open.clear()
-        self.taken.clear()
 
     def stream(self, event: Event) -> None:
         """A producer begins to dispatch; what was in flight is dispatched again."""
@@ -141,9 +157,9 @@ class Auditor:
                 f"the stream goes on from task {cursor} with {ahead} done, but settled are all "
                 f"tasks before {self.cursor}, and {settled_ahead}"
             )
-        if self.batch not in (None, event["step"]):
+        if event["step"] != self.batch:
             raise AuditError(f"the stream goes on with batch {event['step']}, not {self.batch}")
-        self.batch, self.next = event["step"], self._skip(cursor)
+        self.next = self._skip(cursor)
         self.open.clear()
 
     def sync(self, event: Event) -> None:
@@ -199,34 +215,47 @@ class Auditor:
             raise AuditError(f"batch {event['batch']} was taken where {self.batch} was next")
         if len(event["ordinals"]) != self._batch_size(event["batch"]):
             raise AuditError(f"batch {self.batch} has {len(event['ordinals'])} groups")
+        taken: dict[int, _Group] = {}
         for ordinal in event["ordinals"]:
             if self._pending(ordinal).sampled is None:
                 raise AuditError(f"task {ordinal} was taken before it finished")
-            self.taken[ordinal] = self.open.pop(ordinal)
+            taken[ordinal] = self.open.pop(ordinal)
             self.settled[ordinal] = self.step
-        self.batch = event["batch"] + 1
+        if self.updates == 1:  # then nothing resumes within a batch
+            self.batches.clear()
+        self.batches[self.batch] = taken
+        self.batch += 1
 
     def train(self, event: Event) -> None:
         """A step is trained, and the version of the policy is one higher."""
         if event["step"] != self.step:
             raise AuditError(f"step {event['step']} was trained where step {self.step} was next")
         count = self.counts[self.step] = Counter()
+        taken = self.batches.get(self.step // self.updates, {})
+        if self.step < self._batches_before(self.first_step) * self.updates:
+            # The run began within a batch, whose rollouts the ledger of another run folder has.
+            self.num_unproven += 1
+            event = {"groups": []}
         for entry in event["groups"]:
             ordinal, trained = entry["ordinal"], entry["trajectories"]
-            group = self.taken.pop(ordinal, None)
-            if group is None:
+            group = taken.get(ordinal)
+            if group is None or len(group.steps) == self.settings["epochs"]:
                 before = self.trained.get(ordinal)
                 again = "" if before is None else f"; step {before} has trained it"
                 raise AuditError(f"task {ordinal} was not taken for step {self.step}{again}")
             self.trained[ordinal] = self.step
+            group.steps.append(self.step)
             sampled = group.sampled or []
             if len(trained) != len(sampled):
                 raise AuditError(
                     f"task {ordinal} trained {len(trained)} of {len(sampled)} attempts"
                 )
             for member, (tokens, source) in enumerate(zip(trained, sampled, strict=True)):
-                self._check_tokens(f"g{ordinal}/{member}", tokens, source, count)
-            count["groups"] += 1
+                staleness = self._check_tokens(f"g{ordinal}/{member}", tokens, source)
+                count["staleness"] = max(count["staleness"], staleness)
+            if len(group.steps) == 1:
+                count["trajectories"] += len(trained)
+                count["tokens"] += sum(tokens["tokens"] for tokens in trained)
         self.step += 1
         for ordinal, group in self.open.items():
             if group.version + self.settings["max_staleness"] < self.step:
@@ -241,7 +270,7 @@ class Auditor:
 
     def end(self, event: Event) -> None:
         """The run ends."""
-        if event["reason"] == "completed":
+        if event["reason"] == "completed" and self.step % self.updates == 0:
             self._check_taken()
         self.ended = event["reason"]
 
@@ -261,9 +290,10 @@ class Auditor:
         passes, rest = divmod(self._skip(self.cursor), self.settings["num_tasks"])
         reasons = Counter(self.reasons.values())
         why = "".join(f"; {count} x {reason}" for reason, count in reasons.most_common(3))
+        unproven = f"; {self.num_unproven} began elsewhere" if self.num_unproven else ""
         return {
-            "steps": f"{self.step}, the run {self.ended or 'was killed or goes on'}",
-            "trained": f"{total['groups']:,} groups, {total['trajectories']:,} trajectories, "
+            "steps": f"{self.step}, the run {self.ended or 'was killed or goes on'}{unproven}",
+            "trained": f"{len(self.trained):,} groups, {total['trajectories']:,} trajectories, "
             f"{total['tokens']:,} tokens: each token as an engine sampled it",
             "versions": f"{len(self.versions)}, each confirmed by the engines with its digest",
             "staleness": f"at most {oldest} of {self.settings['max_staleness']} steps",
@@ -274,13 +304,10 @@ class Auditor:
             "resumes": f"{self.num_resumes}, which made {self.num_voided} steps void",
         }
 
-    def _check_tokens(
-        self, name: str, trained: dict[str, Any], sampled: dict[str, Any], count: Counter[str]
-    ) -> None:
-        """Check that the trained tokens of a trajectory are those that were sampled."""
-        count["trajectories"] += 1
+    def _check_tokens(self, name: str, trained: dict[str, Any], sampled: dict[str, Any]) -> int:
+        """Check that a trajectory's trained tokens were sampled, and return their staleness."""
         if not trained["tokens"]:
-            return
+            return 0
         if trained != sampled:
             raise AuditError(f"trajectory {name} trained {trained}, but engines sampled {sampled}")
         for version in trained["versions"]:
@@ -294,12 +321,18 @@ class Auditor:
                 f"trajectory {name} has tokens of versions {trained['versions']} at step "
                 f"{self.step}; max_staleness is {self.settings['max_staleness']}"
             )
-        count["tokens"] += trained["tokens"]
-        count["staleness"] = max(count["staleness"], staleness)
+        return staleness
 
     def _check_taken(self) -> None:
-        if self.taken:
-            raise AuditError(f"tasks {sorted(self.taken)} were taken and not trained")
+        """Check that every group of the last batch was trained as often as it should be."""
+        taken, epochs = self.batches.get(self.batch - 1, {}), self.settings["epochs"]
+        short = sorted(ordinal for ordinal, group in taken.items() if len(group.steps) < epochs)
+        if short:
+            raise AuditError(f"tasks {short} were taken and not trained")
+
+    def _batches_before(self, step: int) -> int:
+        """Return how many batches the steps before ``step`` train, at least in part."""
+        return -(-step // self.updates)
 
     def _pending(self, ordinal: int) -> _Group:
         if ordinal not in self.open:

@@ -21,7 +21,7 @@ from molt.model.packing import families, pack, partition
 from molt.parallel import FSDP2Strategy
 from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineOptions, RolloutSpec
-from molt.tasks import TaskSet
+from molt.tasks import TaskSet, check_same_stream
 from molt.types import Batch, Group, Sampling, Trajectory
 
 
@@ -311,19 +311,6 @@ class RolloutDataModule(pl.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Stop engines and workers."""
         self.teardown("exception")
-
-
-def check_same_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise where a checkpoint belongs to another stream of tasks."""
-    changes = [
-        f"{key} was {before.get(key)} and is {value}"
-        for key, value in now.items()
-        if before.get(key) != value
-    ]
-    if changes:
-        raise ValueError(
-            "ckpt_path is a checkpoint of a run with other data settings: " + ", ".join(changes)
-        )
 
 
 class RolloutLoader:

@@ -126,5 +126,18 @@ class TaskStream:
         return self.tasks[self._order[place]]
 
 
+def check_same_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise where a checkpoint belongs to another stream of tasks."""
+    changes = [
+        f"{key} was {before.get(key)} and is {value}"
+        for key, value in now.items()
+        if before.get(key) != value
+    ]
+    if changes:
+        raise ValueError(
+            "ckpt_path is a checkpoint of a run with other data settings: " + ", ".join(changes)
+        )
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and {"role", "content"} <= message.keys()

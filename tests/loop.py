@@ -75,6 +75,8 @@ class Loop:
             "seed": spec.seed,
             "group_size": spec.group_size,
             "groups_per_step": spec.groups_per_step,
+            "minibatches": 1,
+            "epochs": 1,
             "lookahead": spec.lookahead,
             "max_staleness": spec.max_staleness,
         }

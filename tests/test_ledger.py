@@ -160,6 +160,51 @@ def test_the_audit_needs_only_the_standard_library(run: Path):
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 
 
+def several_updates(epochs: int) -> Events:
+    """Two batches of two groups in two minibatches; a resume makes the last step void."""
+    sampled = [{"hash": "1" * 16, "tokens": 3, "versions": [0]}]
+    begin = {"tasks": "t", "num_tasks": 9, "seed": 0, "group_size": 1, "groups_per_step": 2}
+    bounds = {"minibatches": 2, "epochs": epochs, "max_staleness": 9}
+    events: Events = [
+        {"event": "begin", "step": 0, **begin, **bounds},
+        {"event": "sync", "version": 0, "digest": "d"},
+        {"event": "stream", "step": 0, "cursor": 0, "ahead": []},
+    ]
+    for ordinal in range(4):
+        names = {"task": f"t:{ordinal}", "group": f"g{ordinal}"}
+        events.append({"event": "dispatch", "ordinal": ordinal, **names, "version": 0})
+        events.append({"event": "finish", "ordinal": ordinal, "trajectories": sampled})
+    steps = iter(range(99))
+    for batch in range(2):
+        ordinals = [2 * batch, 2 * batch + 1]
+        events.append({"event": "take", "batch": batch, "ordinals": ordinals})
+        for ordinal in ordinals * epochs:
+            group = {"ordinal": ordinal, "trajectories": sampled}
+            events.append({"event": "train", "step": next(steps), "groups": [group]})
+    again = {"event": "train", "step": 7, "groups": [{"ordinal": 3, "trajectories": sampled}]}
+    return [*events, {"event": "resume", "step": 7, **begin, **bounds}, again]
+
+
+def write(path: Path, events: Events) -> None:
+    book = Ledger(path / NAME)
+    book.append(events)
+    book.close()
+
+
+def test_several_updates_share_a_batch_and_a_resume_goes_on_within_it(tmp_path: Path):
+    events = several_updates(epochs=2)
+    write(tmp_path / "whole", events)
+    rows = audit(tmp_path / "whole")
+    assert rows["steps"].startswith("8, ")
+    assert rows["trained"].startswith("4 groups, 4 trajectories, 12 tokens")
+    assert rows["resumes"] == "1, which made 1 steps void"
+    # the second epoch of the first batch leaves a group out, and trains another one once more
+    first(events, "train", step=3)["groups"][0]["ordinal"] = 0
+    write(tmp_path / "uneven", events)
+    with pytest.raises(AuditError, match=r"task 0 was not taken for step 3; step 2 has trained it"):
+        audit(tmp_path / "uneven")
+
+
 def first(events: Events, kind: str, **fields: Any) -> dict[str, Any]:
     wanted = {"event": kind, **fields}
     return next(e for e in events if wanted.items() <= e.items())
@@ -249,9 +294,7 @@ def test_a_forged_chain_does_not_hide_a_contradiction(run, tmp_path, tamper, rea
     """The forger knows how the chain is made, and chains the changed lines anew."""
     events = [event for _, event in read(run / NAME)]
     tamper(events)
-    book = Ledger(tmp_path / NAME)
-    book.append(events)
-    book.close()
+    write(tmp_path, events)
     with pytest.raises(AuditError, match=rf"{NAME}:\d+: .*({reason})"):
         audit(tmp_path)
 

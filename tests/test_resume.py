@@ -10,8 +10,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from molt.agents import SingleTurn
-from molt.data import RolloutDataModule, check_same_stream
+from molt.data import RolloutDataModule
 from molt.resume import continue_newest, is_secret, without_secrets
+from molt.tasks import check_same_stream
 from molt.types import Task
 from tests.rollout.fake import Rows
 
