@@ -212,7 +212,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return which tasks were trained, so that a resumed run trains each of them once."""
         if self.pool is None:  # Lightning keeps what rank 0 returns
             return {}
-        return {"position": self.pool.state(self.run.global_step)}
+        return {"position": self.pool.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the stream of tasks where a checkpoint left it."""
