@@ -27,6 +27,8 @@ from molt.rollout.spec import EngineOptions
 from molt.types import Sampling
 
 BUILT_IN: dict[str, type[pl.Callback]] = {
+    # Before the sync: a step is written down before the version that it made.
+    "ledger": callbacks.Ledger,
     "weight_sync": callbacks.WeightSync,
     "throughput": callbacks.Throughput,
     "evaluation": callbacks.Evaluation,
@@ -40,6 +42,7 @@ BUILT_IN: dict[str, type[pl.Callback]] = {
 """Keys of the built-in callbacks, in the order in which they run."""
 
 ROLLOUT_ONLY = (
+    callbacks.Ledger,
     callbacks.WeightSync,
     callbacks.Evaluation,
     callbacks.RolloutLog,

@@ -172,6 +172,19 @@ class RolloutDataModule(pl.LightningDataModule):
         )
 
     @property
+    def stream_settings(self) -> dict[str, Any]:
+        """What decides which step trains which tasks, and so must not change at a resume."""
+        return {
+            "tasks": self.tasks.digest(),
+            "num_tasks": len(self.tasks),
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            "group_size": self.group_size,
+            "groups_per_step": self.groups_per_step,
+            "lookahead": self.lookahead,
+            "max_staleness": self.max_staleness,
+        }
+
+    @property
     def steps_per_pass(self) -> int:
         """Optimizer steps of one pass over the tasks; the last one may be smaller."""
         return -(-len(self.tasks) // self.groups_per_step)
@@ -212,10 +225,16 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return which tasks were trained, so that a resumed run trains each of them once."""
         if self.pool is None:  # Lightning keeps what rank 0 returns
             return {}
-        return {"position": self.pool.position}
+        return {"position": self.pool.position, "settings": self.stream_settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the stream of tasks where a checkpoint left it."""
+        """Take up the stream of tasks where a checkpoint left it.
+
+        Raises:
+            ValueError: If it would be another stream; says what changed.
+        """
+        if self.run.state.fn == TrainerFn.FITTING:
+            check_same_stream(state_dict["settings"], self.stream_settings)
         self.position = state_dict["position"]
 
     def teardown(self, stage: str) -> None:
@@ -227,6 +246,19 @@ class RolloutDataModule(pl.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Stop engines and workers."""
         self.teardown("exception")
+
+
+def check_same_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise where a checkpoint belongs to another stream of tasks."""
+    changes = [
+        f"{key} was {before.get(key)} and is {value}"
+        for key, value in now.items()
+        if before.get(key) != value
+    ]
+    if changes:
+        raise ValueError(
+            "ckpt_path is a checkpoint of a run with other data settings: " + ", ".join(changes)
+        )
 
 
 class RolloutLoader:
@@ -344,6 +376,7 @@ def build_batch(
             pack([owners[i][1] for i in row], [owners[i][0] for i in row], step) for row in members
         ],
         trajectories=trajectories,
+        ordinals=[group.ordinal for group in groups],
         group_index=torch.tensor(group_index),
         rewards=torch.tensor([t.reward for t in trajectories]).clamp(*reward_clip),
         action_counts=torch.tensor([t.num_actions for t in trajectories]),
