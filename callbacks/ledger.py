@@ -21,6 +21,7 @@ class Ledger(pl.Callback):
 
     def __init__(self) -> None:
         self.book: ledger.Ledger | None = None  # on rank 0 only
+        self.begun = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Open the file before anything is started, because only one run may write it."""
@@ -33,6 +34,7 @@ class Ledger(pl.Callback):
         if self.book is not None:
             kind = "resume" if self.book.num_lines else "begin"
             settings = pl_module.data.stream_settings
+            self.begun = True
             self.write(pl_module, {"event": kind, "step": trainer.global_step, **settings})
 
     def on_train_batch_end(
@@ -66,7 +68,7 @@ class Ledger(pl.Callback):
         self.end(pl_module, f"failed: {type(exception).__name__}: {first_line}")
 
     def end(self, module: PolicyModule, reason: str) -> None:
-        """Write the last line."""
+        """Write the last line, where there is a first one."""
         self.write(module, {"event": "end", "reason": reason}, durable=True)
         if self.book is not None:
             self.book.close()
@@ -74,7 +76,7 @@ class Ledger(pl.Callback):
 
     def write(self, module: PolicyModule, event: ledger.Event, durable: bool = False) -> None:
         """Write an event, and before it all that the pool knows of since the last one."""
-        if self.book is not None:
+        if self.book is not None and self.begun:
             earlier = module.data.pool.drain_events() if module.data.pool is not None else []
             self.book.append([*earlier, event], durable)
 

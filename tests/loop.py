@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pickle
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,3 +139,21 @@ class Loop:
         draft = folder / "draft"
         draft.write_text(json.dumps(self.position))
         os.replace(draft, folder / f"step_{self.trainer.global_step}.ckpt")
+
+
+def go_on(spec: RolloutSpec, run: Path) -> None:
+    """Go on from the newest checkpoint of a run folder to the last step."""
+    saved = [int(path.stem.removeprefix("step_")) for path in run.glob("checkpoints/step_*.ckpt")]
+    assert spec.max_steps is not None
+    Loop(spec, run).go(max(saved, default=0), spec.max_steps)
+
+
+def trained_tasks(events: list[dict[str, Any]]) -> Counter[int]:
+    """Return how often each ordinal was trained, without the steps that a resume made void."""
+    trained: dict[int, list[int]] = {}
+    for event in events:
+        if event["event"] == "resume":
+            trained = {step: tasks for step, tasks in trained.items() if step < event["step"]}
+        if event["event"] == "train":
+            trained[event["step"]] = [group["ordinal"] for group in event["groups"]]
+    return Counter(ordinal for ordinals in trained.values() for ordinal in ordinals)

@@ -4,7 +4,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from molt.audit import AuditError, audit
 from molt.ledger import NAME, BrokenLine, Ledger, read
 from molt.rollout.fingerprint import Fingerprint, token_hashes
 from molt.types import Generation
-from tests.loop import Loop, spec
+from tests.loop import Loop, spec, trained_tasks
 from tests.models import tiny_moe
 from tests.rollout.fake import Rows
 
@@ -285,17 +284,6 @@ def test_a_run_from_the_checkpoint_of_another_folder_is_audited(model, run, tmp_
     assert audit(tmp_path)["steps"] == "6, the run completed"
 
 
-def tasks_of(events: Events) -> Counter[int]:
-    """The multiset of trained tasks, as the last of each resumed step has it."""
-    trained: dict[int, list[int]] = {}
-    for event in events:
-        if event["event"] == "resume":
-            trained = {step: tasks for step, tasks in trained.items() if step < event["step"]}
-        if event["event"] == "train":
-            trained[event["step"]] = [group["ordinal"] for group in event["groups"]]
-    return Counter(ordinal for ordinals in trained.values() for ordinal in ordinals)
-
-
 PLANS = st.builds(
     dict,
     tasks=st.integers(1, 11).map(Rows),
@@ -324,7 +312,7 @@ def test_however_often_a_run_is_resumed_every_task_is_accounted_for_once(
     last.go(at, plan.max_steps)
     rows = audit(folder)
     events = [event for _, event in read(folder / NAME)]
-    trained = tasks_of(events)
+    trained = trained_tasks(events)
     # Two passes' worth of groups, none of them twice, and what is missing was dropped.
     assert set(trained.values()) == {1}
     assert trained.total() == 2 * len(plan.tasks)
