@@ -7,15 +7,23 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
-from molt.data import check_same_stream
+from molt.agents import SingleTurn
+from molt.data import RolloutDataModule, check_same_stream
 from molt.resume import continue_newest, is_secret, without_secrets
+from molt.types import Task
+from tests.rollout.fake import Rows
 
 CONFIG = {
     "trainer": {"max_steps": 3, "max_epochs": None, "devices": 1},
     "data": {"init_args": {"group_size": 4}},
     "ckpt_path": None,
 }
+
+
+def length(task: Task, answer: str) -> float:
+    return float(len(answer))
 
 
 def leave_run(root: Path, number: int, *steps: int, **changes: object) -> Path:
@@ -92,3 +100,18 @@ def test_another_dataset_is_refused_with_what_changed():
     check_same_stream(before, dict(before))
     with pytest.raises(ValueError, match="tasks was aa and is bb, groups_per_step was 4 and is 8"):
         check_same_stream(before, before | {"tasks": "bb", "groups_per_step": 8})
+
+
+def test_a_checkpoint_of_other_data_settings_is_refused_where_it_is_loaded():
+    data = RolloutDataModule(Rows(10), SingleTurn(length), group_size=8)
+    settings = data.stream_settings
+    data.trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING))
+    data.load_state_dict({"position": {"cursor": 4, "ahead": []}, "settings": settings})
+    assert data.position == {"cursor": 4, "ahead": []}
+    other = RolloutDataModule(Rows(11), SingleTurn(length), group_size=4)
+    other.trainer = data.trainer
+    message = "tasks was row10 and is row11, num_tasks was 10 and is 11, group_size was 8 and is 4"
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict({"position": {}, "settings": settings})
+    other.trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.TESTING))
+    other.load_state_dict({"position": {}, "settings": settings})  # only its weights matter
