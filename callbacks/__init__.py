@@ -9,6 +9,7 @@ from molt.callbacks.checkpoint import SaveCheckpoint
 from molt.callbacks.evaluation import Evaluation
 from molt.callbacks.graceful_stop import GracefulStop
 from molt.callbacks.hf_export import HFExport
+from molt.callbacks.ledger import Ledger
 from molt.callbacks.progress import ProgressBar
 from molt.callbacks.report import RunReport
 from molt.callbacks.rollout_log import RolloutLog
@@ -19,6 +20,7 @@ __all__ = [
     "Evaluation",
     "GracefulStop",
     "HFExport",
+    "Ledger",
     "ProgressBar",
     "RolloutLog",
     "RunReport",

@@ -24,6 +24,15 @@ class SaveCheckpoint(Checkpoint):
         self.every_n_steps, self.keep = every_n_steps, keep
         self.saved: list[str] = []
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take over the checkpoints that a run left in its folder before it was resumed."""
+        steps = {
+            int(path.stem.removeprefix("step_")): str(path)
+            for path in folder_of(trainer).glob("step_*.ckpt")
+        }
+        saved = [steps[step] for step in sorted(steps) if step <= trainer.global_step]
+        self.saved = trainer.strategy.broadcast(saved)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
@@ -37,8 +46,7 @@ class SaveCheckpoint(Checkpoint):
 
     def save(self, trainer: pl.Trainer) -> None:
         """Save once per step, then remove what is too old."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-        path = str(folder / f"step_{trainer.global_step}.ckpt")
+        path = str(folder_of(trainer) / f"step_{trainer.global_step}.ckpt")
         if path in self.saved:
             return
         trainer.save_checkpoint(path)
@@ -48,10 +56,7 @@ class SaveCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 shutil.rmtree(oldest)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Remember what is there to be removed later."""
-        return {"saved": self.saved}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the checkpoints of the run that is resumed."""
-        self.saved = [path for path in state_dict["saved"] if Path(path).exists()]
+def folder_of(trainer: pl.Trainer) -> Path:
+    """Return where the checkpoints of a run are; every rank must ask."""
+    return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"

@@ -8,6 +8,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 HELP = """usage: molt COMMAND --config FILE [--config FILE] [--KEY VALUE ...]
 
@@ -19,12 +20,13 @@ commands:
   test      score the task sets with the weights of --ckpt_path
   predict   roll out the tasks and write every trajectory to the run folder
   try       roll out a few tasks and print them: the first thing to do with a new environment
+  audit     prove from the ledger in a run folder what was trained: molt audit RUN
 
 `molt COMMAND --help` lists the keys; `molt COMMAND --config FILE --print_config` shows the
 configuration that a run would use.
 """
 
-COMMANDS = ("fit", "validate", "test", "predict", "try")
+COMMANDS = ("fit", "validate", "test", "predict", "try", "audit")
 
 TRY = (
     "--trainer.limit_predict_batches=1",
@@ -50,6 +52,9 @@ def main(args: Sequence[str] | None = None) -> None:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         sys.exit(f"molt: there is no command {command!r}{hint}")
+    if command == "audit":
+        print_audit(args[1:])
+        return
     if command == "try":
         args = ["predict", *args[1:], *TRY]
     # A console script does not have the working directory on its path, where a user's
@@ -61,6 +66,24 @@ def main(args: Sequence[str] | None = None) -> None:
     from molt.configuration import MoltCLI
 
     MoltCLI()
+
+
+def print_audit(args: Sequence[str]) -> None:
+    """Print what the ledger of a run proves, or exit with the sentence that says what it does not.
+
+    Args:
+        args: The run folder.
+    """
+    if len(args) != 1:
+        sys.exit("usage: molt audit RUN")
+    from molt.audit import AuditError, audit
+
+    try:
+        rows = audit(Path(args[0]))
+    except AuditError as error:
+        sys.exit(f"molt audit: {error}")
+    width = max(map(len, rows))
+    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in rows.items()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
@@ -14,7 +15,6 @@ from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
     LRSchedulerTypeTuple,
-    SaveConfigCallback,
     instantiate_class,
 )
 from torch.optim import Optimizer
@@ -31,10 +31,13 @@ from molt.algo import (
     TokenEstimator,
 )
 from molt.data import RolloutDataModule
+from molt.resume import LAST, SaveConfig, continue_newest, to_save
 from molt.rollout.spec import EngineOptions
 from molt.types import Sampling
 
 BUILT_IN: dict[str, type[pl.Callback]] = {
+    # Before the sync: a step is written down before the version that it made.
+    "ledger": callbacks.Ledger,
     "weight_sync": callbacks.WeightSync,
     "throughput": callbacks.Throughput,
     "evaluation": callbacks.Evaluation,
@@ -48,6 +51,7 @@ BUILT_IN: dict[str, type[pl.Callback]] = {
 """Keys of the built-in callbacks, in the order in which they run."""
 
 ROLLOUT_ONLY = (
+    callbacks.Ledger,
     callbacks.WeightSync,
     callbacks.Evaluation,
     callbacks.RolloutLog,
@@ -124,8 +128,7 @@ class MoltCLI(LightningCLI):
             parser_kwargs={"allow_abbrev": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            save_config_callback=SaveConfigCallback,
-            save_config_kwargs={"overwrite": True},
+            save_config_callback=SaveConfig,
             trainer_defaults={
                 "strategy": "fsdp2",
                 "accelerator": "auto",
@@ -165,9 +168,25 @@ class MoltCLI(LightningCLI):
         if not isinstance(self.datamodule, RolloutDataModule):
             keys = [key for key in keys if not issubclass(BUILT_IN[key], ROLLOUT_ONLY)]
         trainer = {**self._get(cast(Namespace, self.config_init), "trainer"), **kwargs}
-        return self._instantiate_trainer(
+        built = self._instantiate_trainer(
             trainer, [self._get(cast(Namespace, self.config_init), k) for k in keys]
         )
+        if self.subcommand == "fit":
+            self.find_last(built)
+        return built
+
+    def find_last(self, trainer: pl.Trainer) -> None:
+        """Put the newest run's checkpoint in the place of ``ckpt_path: last``."""
+        config = cast(Namespace, self.config)["fit"]
+        if config.ckpt_path != LAST:
+            return
+        try:
+            path = continue_newest(trainer, to_save(self._parser("fit"), config))
+        except ValueError as error:
+            self.parser.error(str(error))
+        cast(Namespace, self.config_init)["fit"].ckpt_path = path
+        # Other ranks are started by running sys.argv again, and must not decide for themselves.
+        sys.argv.append(f"--ckpt_path={path or 'null'}")
 
     def after_instantiate_classes(self) -> None:
         """Have the optimizer built once the policy's parameters exist."""

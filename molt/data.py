@@ -222,6 +222,21 @@ class RolloutDataModule(pl.LightningDataModule):
         )
 
     @property
+    def stream_settings(self) -> dict[str, Any]:
+        """What decides which step trains which tasks, and so must not change at a resume."""
+        return {
+            "tasks": self.tasks.digest(),
+            "num_tasks": len(self.tasks),
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            "group_size": self.group_size,
+            "groups_per_step": self.groups_per_step,
+            "minibatches": self.minibatches,
+            "epochs": self.epochs,
+            "lookahead": self.lookahead,
+            "max_staleness": self.max_staleness,
+        }
+
+    @property
     def steps_per_pass(self) -> int:
         """Optimizer steps of one pass over the tasks; the last one may be smaller."""
         return -(-len(self.tasks) // self.groups_per_step) * self.updates_per_batch
@@ -266,15 +281,23 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return which tasks were trained, so that a resumed run trains each of them once."""
         if self.pool is None:  # Lightning keeps what rank 0 returns
             return {}
-        step = self.run.global_step
-        state: dict[str, Any] = {"position": self.pool.state(self.batches_before(step))}
-        if step % self.updates_per_batch:
+        state: dict[str, Any] = {
+            "position": self.pool.position,
+            "settings": self.stream_settings,
+        }
+        if self.run.global_step % self.updates_per_batch:
             groups, batches = self.taken
             state["unfinished"] = Unfinished(groups, [b.proximal_logprobs for b in batches])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the stream of tasks where a checkpoint left it."""
+        """Take up the stream of tasks where a checkpoint left it.
+
+        Raises:
+            ValueError: If it would be another stream; says what changed.
+        """
+        if self.run.state.fn == TrainerFn.FITTING:
+            check_same_stream(state_dict["settings"], self.stream_settings)
         self.position = state_dict["position"]
         self.unfinished = state_dict.get("unfinished")
 
@@ -287,6 +310,19 @@ class RolloutDataModule(pl.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Stop engines and workers."""
         self.teardown("exception")
+
+
+def check_same_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise where a checkpoint belongs to another stream of tasks."""
+    changes = [
+        f"{key} was {before.get(key)} and is {value}"
+        for key, value in now.items()
+        if before.get(key) != value
+    ]
+    if changes:
+        raise ValueError(
+            "ckpt_path is a checkpoint of a run with other data settings: " + ", ".join(changes)
+        )
 
 
 class RolloutLoader:
@@ -452,6 +488,7 @@ def build_batch(
             for row in members
         ],
         trajectories=trajectories,
+        ordinals=[group.ordinal for group in groups],
         group_index=torch.tensor(group_index),
         rewards=torch.tensor(shaping.rewards(trajectories, reward_clip)),
         action_counts=torch.tensor(

@@ -267,6 +267,8 @@ class Batch:
     """This rank's share; every rank has equally many."""
     trajectories: list[Trajectory]
     """[R] the whole batch, the same on every rank."""
+    ordinals: list[int]
+    """[G] position of each group's task in the stream of tasks."""
     group_index: Tensor
     """[R] int64 in [0, G), the group of each trajectory."""
     rewards: Tensor

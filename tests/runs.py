@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,6 +92,24 @@ def run(folder: Path, command: str, *args: str, expect: int = 0) -> str:
     output, _ = process.communicate(timeout=400)
     assert process.returncode == expect, output[-6000:]
     return output
+
+
+def kill(folder: Path, at: str, tree: bool, *args: str) -> None:
+    """Start a fit, and kill the trainer, or all of its processes, once it has printed something."""
+    process = start(folder, "fit", "--progress.refresh_rate=1", *args)
+    assert process.stdout is not None
+    printed = ""
+    while at not in printed:
+        character = process.stdout.read(64)
+        assert character, printed[-3000:]
+        printed += character
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    for child in children if tree else survivors(children):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=5)
 
 
 def newest(folder: Path) -> Path:

@@ -10,8 +10,9 @@ import psutil
 import pytest
 import torch
 
+from molt.audit import audit
 from tests.models import VOCAB_SIZE
-from tests.runs import ROOT, newest, run, scalars, start, survivors, workplace
+from tests.runs import ROOT, kill, newest, run, scalars, start, survivors, workplace
 
 README = ROOT / "README.md"
 
@@ -49,6 +50,7 @@ def test_on_policy_the_ratio_is_one(on_policy: Path):
 def test_a_run_leaves_its_configuration_and_events(on_policy: Path):
     assert (on_policy / "config.yaml").is_file()
     assert list(on_policy.glob("events.out.tfevents*"))
+    assert audit(on_policy)["staleness"] == "at most 0 of 0 steps"
 
 
 def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(folder: Path, on_policy: Path):
@@ -62,19 +64,29 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(folder: Path, on_polic
         assert torch.equal(weight, found[name]), name
 
 
-def test_generation_runs_ahead_within_the_bound(folder: Path):
-    run(
-        folder,
-        "fit",
+def test_generation_runs_ahead_within_the_bound_however_often_the_run_is_killed(folder: Path):
+    args = [
         "--data.lookahead=1",
         "--data.max_staleness=1",
         "--trainer.max_steps=6",
         "--trainer.max_epochs=2",
-    )
-    logged = scalars(newest(folder))
-    assert len(logged["policy/version"]) == 6  # 20 tasks in fours: the second pass has begun
+        "--checkpoint.every_n_steps=1",
+        "--ckpt_path=last",
+    ]
+    kill(folder, "version=2", False, *args)  # the trainer alone
+    run_folder = newest(folder)
+    kill(folder, "version=4", True, *args)
+    run(folder, "fit", *args)
+    assert newest(folder) == run_folder
+    logged = scalars(run_folder)
+    assert logged["policy/version"] == [1, 2, 3, 4, 5, 6]  # 20 tasks in fours: a second pass
     assert max(logged["policy/staleness_max"]) == 1
     assert max(logged["policy/mismatch"]) < 1e-5
+    rows = audit(run_folder)
+    assert rows["steps"] == "6, the run completed"
+    assert rows["trained"].startswith("24 groups, 96 trajectories, ")
+    assert rows["resumes"].startswith("2, ")
+    assert len(list((run_folder / "checkpoints").iterdir())) == 2  # checkpoint.keep
 
 
 def test_two_processes_train_the_policy_that_one_does(folder: Path, on_policy: Path):
@@ -83,6 +95,8 @@ def test_two_processes_train_the_policy_that_one_does(folder: Path, on_policy: P
     assert two["reward/mean"][0] == one["reward/mean"][0]
     assert two["optim/grad_norm"][0] == pytest.approx(one["optim/grad_norm"][0], rel=1e-5)
     assert max(two["policy/mismatch"]) < 1e-5
+    # What each rank trained adds up to what was sampled.
+    assert audit(newest(folder))["trained"].startswith("12 groups, 48 trajectories, ")
 
 
 def test_validate_scores_every_task_and_builds_no_optimizer(folder: Path):
@@ -130,6 +144,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves_nothing(folder: Path, numbe
     assert survivors(children) == []
     step = len(scalars(newest(folder))["policy/version"])
     assert (newest(folder) / "checkpoints" / f"step_{step}.ckpt").is_dir()
+    assert audit(newest(folder))["steps"] == f"{step}, the run stopped"
 
 
 def test_a_reward_that_is_no_number_stops_the_run(folder: Path):
@@ -199,4 +214,5 @@ def test_the_parts_that_the_readme_shows_run_together(folder: Path):
     assert min(logged["rollout/turns_mean"]) > 2.5
     assert logged["rollout/response_tokens_mean"] == logged["rollout/turns_mean"]
     assert set(logged["rollout/response_tokens_max"]) == {3}
+    assert audit(newest(folder))["steps"] == "3, the run completed"
     assert max(logged["policy/mismatch"]) < 1e-5

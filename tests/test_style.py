@@ -9,12 +9,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("molt/**/*.py"), *ROOT.glob("callbacks/*.py")])
 LAYERS = [
-    {"cli", "configuration"},
+    {"cli", "configuration", "resume"},
     {"callbacks"},
     {"module", "data", "sft", "preflight", "tally", "credit"},
     {"parallel", "rollout"},
     {"model", "agents"},
-    {"tasks", "types", "algo", "metrics"},
+    {"tasks", "types", "algo", "metrics", "audit"},
+    {"ledger"},
 ]
 HEAVY = {"ray": "rollout", "vllm": "rollout"}
 

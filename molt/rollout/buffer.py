@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+START: dict[str, Any] = {"cursor": 0, "ahead": []}
+"""The position in the stream of tasks before the first one."""
 
 
 @dataclass(slots=True)
@@ -39,7 +43,7 @@ class Buffer(Generic[T]):
         num_tasks: Tasks of one pass.
         max_steps: Steps of the whole run; null has no end.
         first_step: The step to train next.
-        position: What ``state`` returned at that step.
+        position: The ``position`` after the step before it.
 
     Raises:
         ValueError: If the numbers contradict each other.
@@ -72,10 +76,9 @@ class Buffer(Generic[T]):
         self._version = -1
         self._entries: dict[int, _Entry[T]] = {}
         self._places = self._groups_before(first_step)
-        position = position or {"cursor": 0, "ahead": []}
+        position = position or START
         self._cursor: int = position["cursor"]
         self._ahead: set[int] = set(position["ahead"])
-        self._recent: dict[int, int] = {}
         self._next = self._skip(self._cursor)
 
     def step_size(self, step: int) -> int:
@@ -99,7 +102,6 @@ class Buffer(Generic[T]):
             version: What the engines serve; all steps before it are trained.
         """
         self._version = version
-        self._fold(version)
         admitted = []
         while self._places < self._allowed():
             admitted.append(self._next)
@@ -115,7 +117,7 @@ class Buffer(Generic[T]):
     def drop(self, ordinal: int) -> None:
         """Give up a task: its place goes to another one, which the next ``admit`` returns."""
         del self._entries[ordinal]
-        self._recent[ordinal] = self._version
+        self._settle([ordinal])
         self._places -= 1
 
     def take(self, step: int) -> list[T] | None:
@@ -131,20 +133,16 @@ class Buffer(Generic[T]):
         if len(chosen) < self.step_size(step) or not self._feasible(step, set(chosen)):
             return None
         groups = [self._entries.pop(ordinal).group for ordinal in chosen]
-        self._recent.update(dict.fromkeys(chosen, step))
+        self._settle(chosen)
         return [group for group in groups if group is not None]
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return which tasks the steps before ``step`` have settled.
+    @property
+    def position(self) -> dict[str, Any]:
+        """Which tasks are settled, that is, taken or dropped: all before ``cursor``, and ``ahead``.
 
-        Everything else, in flight, finished, or taken for a later step, is generated again by a
-        run that resumes there.
+        Everything else, in flight or finished, is generated again by a run that resumes here.
         """
-        settled = self._ahead | {o for o, s in self._recent.items() if s < step}
-        cursor = self._cursor
-        while cursor in settled:
-            cursor += 1
-        return {"cursor": cursor, "ahead": sorted(o for o in settled if o >= cursor)}
+        return {"cursor": self._cursor, "ahead": sorted(self._ahead)}
 
     def _allowed(self) -> int:
         ahead = math.floor(self.lookahead)
@@ -170,11 +168,11 @@ class Buffer(Generic[T]):
                 return False
         return True
 
-    def _fold(self, version: int) -> None:
-        """Forget at which step old tasks were settled: no checkpoint will ask any more."""
-        state = self.state(version)
-        self._cursor, self._ahead = state["cursor"], set(state["ahead"])
-        self._recent = {o: s for o, s in self._recent.items() if s >= version}
+    def _settle(self, ordinals: Sequence[int]) -> None:
+        self._ahead.update(ordinals)
+        while self._cursor in self._ahead:
+            self._ahead.remove(self._cursor)
+            self._cursor += 1
 
     def _skip(self, ordinal: int) -> int:
         """Return the first ordinal from here on that was not settled before a resume."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
+from molt.rollout.fingerprint import Fingerprint
 from molt.types import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ class Conversation:
         self._client = client
         self._trajectory_id = trajectory_id
         self._lane: _Lane | None = None
+        self.sampled = Fingerprint()
 
     async def generate(self, token_ids: list[int], sampling: Sampling, seed: int) -> Generation:
         """Sample one turn.
@@ -205,13 +207,15 @@ class Conversation:
         future = self._lane.send(request)
         try:
             async with asyncio.timeout(self._client.timeout_s):
-                return await future
+                generation = await future
         except TimeoutError as error:
             raise EngineError(
                 f"{self._lane} did not answer {request.id} within {self._client.timeout_s} s"
             ) from error
         finally:
             self._lane.forget(request.id)
+        self.sampled.add(len(token_ids), generation)
+        return generation
 
 
 class _Lane:

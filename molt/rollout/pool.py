@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import torch
 
+from molt.rollout.buffer import START
 from molt.rollout.client import EngineLike, EngineServer
 from molt.rollout.engine import Engine, Receipt, engine_env
-from molt.rollout.producer import Producer
+from molt.rollout.producer import Delivery, Producer
 from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker
@@ -43,6 +44,8 @@ class RolloutPool:
         self._engines = engines
         self._workers = workers
         self._producer = producer
+        self.position: dict[str, Any] | None = None  # in the stream of tasks, once it is begun
+        self._events: list[dict[str, Any]] = []
         self._starting = [actor.start.remote() for actor in (*engines, *workers, producer)]
         atexit.register(self.stop)
 
@@ -110,9 +113,11 @@ class RolloutPool:
 
         Args:
             first_step: The step to train first.
-            position: What ``state`` returned at that step, if the run is resumed.
+            position: What ``position`` was at that step, if the run is resumed.
         """
-        self._get(self._producer.begin.remote(first_step, position), _GRACE_S)
+        if self.position is None:
+            self.position = position or START
+            self._get(self._producer.begin.remote(first_step, position), _GRACE_S)
 
     def next_batch(
         self, step: int, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
@@ -131,7 +136,17 @@ class RolloutPool:
         while not ray.wait([ref], timeout=_ASK_S)[0] and time.monotonic() < deadline:
             if should_stop():
                 return None
-        return [pickle.loads(packed) for packed in self._get(ref, _GRACE_S)]
+        delivery: Delivery = self._get(ref, _GRACE_S)
+        self.position = delivery.position
+        groups = [pickle.loads(packed) for packed in delivery.groups]
+        taken = {"batch": step, "ordinals": [group.ordinal for group in groups]}
+        self._events += [*delivery.events, {"event": "take", **taken}]
+        return groups
+
+    def drain_events(self) -> list[dict[str, Any]]:
+        """Return what the ledger has not been told yet: deliveries and confirmed weights."""
+        events, self._events = self._events, []
+        return events
 
     def evaluate(
         self, name: str, timeout_s: float, first: int = 0, stop: int | None = None
@@ -170,12 +185,10 @@ class RolloutPool:
                     f"engine {index} serves version {receipt.version} with digest "
                     f"{receipt.digest}, but version {version} with {manifest.digest} was published"
                 )
+        sync = {"version": version, "digest": manifest.digest, "engines": len(receipts)}
+        self._events.append({"event": "sync", **sync})
         self._get(self._producer.set_version.remote(version), _GRACE_S)
         return receipts
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the position in the stream of tasks, for a checkpoint before ``step``."""
-        return self._get(self._producer.state.remote(step), _GRACE_S)
 
     def stats(self) -> dict[str, float]:
         """Return the producer's counters."""

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from molt.rollout.buffer import Buffer
@@ -21,6 +22,21 @@ log = logging.getLogger(__name__)
 _RECENT_ATTEMPTS = 100
 _FEWEST_ATTEMPTS = 20
 _NO_PASS = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """The groups of a step, and what happened since the last ones were handed over.
+
+    All three belong to the same moment: a producer that begins at ``position`` goes on from here.
+    """
+
+    groups: list[bytes]
+    """The groups, each pickled."""
+    events: list[dict[str, Any]]
+    """Lines for the ledger."""
+    position: dict[str, Any]
+    """The position in the stream of tasks after the step."""
 
 
 class Producer:
@@ -47,6 +63,7 @@ class Producer:
         self._dropped = 0
         self.filtered: Counter[str] = Counter()  # by filter, since the last batch
         self._num_filtered = 0
+        self._events: list[dict[str, Any]] = []
 
     async def start(self) -> None:
         """Take the libraries out of garbage collections."""
@@ -63,7 +80,7 @@ class Producer:
 
         Args:
             first_step: The step to train first.
-            position: What ``state`` returned at that step, if the run is resumed.
+            position: The position of the ``Delivery`` before it, if the stream was begun before.
         """
         if self._buffer is not None:
             return
@@ -76,6 +93,7 @@ class Producer:
             first_step=first_step,
             position=position,
         )
+        self._events.append({"event": "stream", "step": first_step, **self._buffer.position})
         self._dispatch()
 
     async def set_version(self, version: int) -> None:
@@ -83,8 +101,8 @@ class Producer:
         self.version = version
         self._dispatch()
 
-    async def next_batch(self, step: int, timeout_s: float) -> list[bytes]:
-        """Return the groups of a step, each pickled, once they are finished.
+    async def next_batch(self, step: int, timeout_s: float) -> Delivery:
+        """Return the groups of a step once they are finished.
 
         Args:
             step: The step that trains them; ask for each one once, in order.
@@ -99,7 +117,8 @@ class Producer:
             groups = self.buffer.take(step)
             if groups is not None:
                 self.filtered.clear()
-                return groups
+                events, self._events = self._events, []
+                return Delivery(groups=groups, events=events, position=self.buffer.position)
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
@@ -131,10 +150,6 @@ class Producer:
         results = await asyncio.gather(*(self._run(request) for request in requests))
         return [result.packed for result in results]
 
-    async def state(self, step: int) -> dict[str, Any]:
-        """Return what a run that resumes at ``step`` needs as its ``position``."""
-        return self.buffer.state(step)
-
     async def stats(self) -> dict[str, float]:
         """Return counts since the start, and what is in the buffer now."""
         return {
@@ -149,30 +164,37 @@ class Producer:
         if self._buffer is None or self.version < 0:
             return
         for ordinal in self.buffer.admit(self.version // self.spec.updates_per_batch):
-            self._spawn(self._produce(ordinal, self.version))
+            request = GroupRequest(
+                group_id=f"g{ordinal}",
+                ordinal=ordinal,
+                version=self.version,
+                task=self.stream[ordinal],
+                pass_index=ordinal // len(self.spec.tasks),
+                size=self.spec.group_size,
+                sampling=self.spec.sampling,
+                max_attempts=self.spec.max_attempts,
+            )
+            names = {"task": request.task.id, "group": request.group_id}
+            self._note("dispatch", ordinal, **names, version=self.version)
+            self._spawn(self._produce(request))
 
-    async def _produce(self, ordinal: int, version: int) -> None:
-        request = GroupRequest(
-            group_id=f"g{ordinal}",
-            ordinal=ordinal,
-            version=version,
-            task=self.stream[ordinal],
-            pass_index=ordinal // len(self.spec.tasks),
-            size=self.spec.group_size,
-            sampling=self.spec.sampling,
-            max_attempts=self.spec.max_attempts,
-        )
+    async def _produce(self, request: GroupRequest) -> None:
+        ordinal = request.ordinal
         result = await self._run(request)
         self.failures.add(result)
         if result.filtered_by:
             self._refill(result.filtered_by)
+            self._note("drop", ordinal, reason=f"filtered: {result.filtered_by}")
             self.buffer.drop(ordinal)
             self._dispatch()
         elif result.trains:
+            self._note("finish", ordinal, trajectories=result.sampled)
             self.buffer.finish(ordinal, result.packed)
         else:
-            log.warning("task %s is replaced:\n%s", request.task.id, result.faults[-1].error)
+            fault = result.faults[-1]
+            log.warning("task %s is replaced:\n%s", request.task.id, fault.error)
             self._dropped += 1
+            self._note("drop", ordinal, reason=f"{fault.outcome}: {last_line(fault.error)}")
             self.buffer.drop(ordinal)
             self._dispatch()
         self._changed.set()
@@ -189,6 +211,9 @@ class Producer:
                 f"data.init_args.max_filtered={self.spec.max_filtered} batches' worth: the tasks "
                 "are too easy or too hard for this policy, or the filters too strict"
             )
+
+    def _note(self, event: str, ordinal: int, **details: Any) -> None:
+        self._events.append({"event": event, "ordinal": ordinal, **details})
 
     async def _run(self, request: GroupRequest) -> GroupResult:
         index = self._load.index(min(self._load))
@@ -224,6 +249,11 @@ class Producer:
         )
 
 
+def last_line(traceback: str) -> str:
+    """Return the line of a traceback that names the exception."""
+    return traceback.strip().rpartition("\n")[2]
+
+
 class FailureLog:
     """Counts attempts and faults, and stops a run in which too many fail.
 
@@ -255,7 +285,7 @@ class FailureLog:
         for fault in result.faults:
             self._recent.append(True)
             self._kinds[fault.outcome] += 1
-            cause = fault.error.strip().rpartition("\n")[2]
+            cause = last_line(fault.error)
             self._causes[cause] += 1
             self._tracebacks.setdefault(cause, fault.error)
         faults = sum(self._recent)

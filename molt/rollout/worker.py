@@ -20,6 +20,9 @@ from molt.types import Generation, Group, Sampling, Task, Trajectory
 
 _THREADS = 64
 
+Attempt = tuple[Trajectory, dict[str, Any]]
+"""A trajectory, and the fingerprint of what the engines sampled for it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRequest:
@@ -56,6 +59,8 @@ class GroupResult:
     """All attempts that ended in a fault, retried or not."""
     num_attempts: int
     """All attempts."""
+    sampled: tuple[dict[str, Any], ...]
+    """Fingerprint of what the engines sampled for the last attempt of every member."""
     filtered_by: str = ""
     """Class of the filter that drops the group, if one does."""
 
@@ -83,13 +88,13 @@ class RolloutWorker:
         """Try a task several times at once, each trajectory again where it ends in a fault."""
         members = [self._member(request, member) for member in range(request.size)]
         tries = await asyncio.gather(*members)
-        attempts = [trajectory for member in tries for trajectory in member]
+        attempts = [trajectory for member in tries for trajectory, _ in member]
         group = Group(
             id=request.group_id,
             task_id=request.task.id,
             ordinal=request.ordinal,
             version=request.version,
-            trajectories=tuple(member[-1] for member in tries),
+            trajectories=tuple(member[-1][0] for member in tries),
         )
         trains = all(trajectory.outcome.trains for trajectory in group.trajectories)
         return GroupResult(
@@ -97,6 +102,7 @@ class RolloutWorker:
             trains=trains,
             faults=tuple(t for t in attempts if not t.outcome.trains),
             num_attempts=len(attempts),
+            sampled=tuple(member[-1][1] for member in tries),
             filtered_by=self._filter(group) if trains and request.pass_index >= 0 else "",
         )
 
@@ -106,15 +112,15 @@ class RolloutWorker:
         dropped_by = (f for f in self.spec.filters if not f(group.trajectories, rewards))
         return next((type(f).__name__ for f in dropped_by), "")
 
-    async def _member(self, request: GroupRequest, member: int) -> list[Trajectory]:
-        attempts: list[Trajectory] = []
+    async def _member(self, request: GroupRequest, member: int) -> list[Attempt]:
+        attempts: list[Attempt] = []
         while len(attempts) < request.max_attempts:
             attempts.append(await self._attempt(request, member, len(attempts)))
-            if attempts[-1].outcome.trains:
+            if attempts[-1][0].outcome.trains:
                 break
         return attempts
 
-    async def _attempt(self, request: GroupRequest, member: int, attempt: int) -> Trajectory:
+    async def _attempt(self, request: GroupRequest, member: int, attempt: int) -> Attempt:
         trajectory_id = f"{request.group_id}/{member}"
         conversation = self.client.conversation(trajectory_id)
 
@@ -124,7 +130,7 @@ class RolloutWorker:
             )
             return await conversation.generate(token_ids, sampling, seed)
 
-        return await run_env(
+        trajectory = await run_env(
             copy.deepcopy(self.spec.agent),
             request.task,
             trajectory_id,
@@ -133,6 +139,7 @@ class RolloutWorker:
             self.spec.limits,
             self._with_end_of_turn(request.sampling),
         )
+        return trajectory, conversation.sampled.record()
 
     def _with_end_of_turn(self, sampling: Sampling) -> Sampling:
         """Stop at the template's end of turn, which is not always the model's end of sequence."""

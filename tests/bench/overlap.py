@@ -144,9 +144,9 @@ def together() -> float:
 
 
 def main() -> None:
+    loop = together()  # first: the trainer of this process would leave its port to the run's
     engine, batches = engine_alone()
     trainer = trainer_alone(batches)
-    loop = together()
     write("overlap", {
         "engine_alone_tokens_per_second": engine,
         "trainer_alone_tokens_per_second": trainer,

@@ -17,7 +17,6 @@ parser.add_argument("--steps", type=int)
 parser.add_argument("--groups", type=int)
 parser.add_argument("--group_size", type=int)
 parser.add_argument("--max_tokens", type=int)
-parser.add_argument("--dtype")
 args = parser.parse_args()
 
 torch.set_num_threads(2)
@@ -47,7 +46,7 @@ trainer = GRPOTrainer(
         output_dir=args.out,
         use_cpu=True,
         bf16=False,
-        model_init_kwargs={"dtype": args.dtype},
+        model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=args.groups * args.group_size,
         num_generations=args.group_size,
         max_completion_length=args.max_tokens,

@@ -86,16 +86,16 @@ def test_a_dropped_group_gives_its_place_back():
     assert buffer.admit(0) == [2]
 
 
-def test_state_leaves_out_what_was_taken_for_a_later_step():
+def test_the_position_holds_what_was_taken_or_dropped():
     buffer = make(max_staleness=4)
+    assert buffer.position == {"cursor": 0, "ahead": []}
     buffer.admit(0)
-    for ordinal in (0, 1, 2, 3):
+    for ordinal in (1, 2):
         buffer.finish(ordinal, group(ordinal))
     buffer.take(0)
-    buffer.take(1)
-    assert buffer.state(0) == {"cursor": 0, "ahead": []}
-    assert buffer.state(1) == {"cursor": 2, "ahead": []}
-    assert buffer.state(2) == {"cursor": 4, "ahead": []}
+    assert buffer.position == {"cursor": 0, "ahead": [1, 2]}
+    buffer.drop(0)
+    assert buffer.position == {"cursor": 3, "ahead": []}
 
 
 def test_a_resumed_buffer_skips_what_was_trained_ahead():
@@ -211,7 +211,7 @@ def test_a_resume_neither_repeats_nor_skips(schedule, speed, drop_frac, data):
     plan = options(schedule)
     stop = data.draw(st.integers(0, plan["max_steps"]))
     first = Run(Buffer(**plan), 0, stop, drop_frac=drop_frac, **speed).go()
-    resumed = Buffer(**plan, first_step=stop, position=first.buffer.state(stop))
+    resumed = Buffer(**plan, first_step=stop, position=first.buffer.position)
     second = Run(resumed, stop, plan["max_steps"], drop_frac=drop_frac, **speed).go()
     trained = [ordinal for ordinal, _, _ in first.trained + second.trained]
     assert len(trained) == len(set(trained))

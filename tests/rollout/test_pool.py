@@ -83,7 +83,7 @@ def test_a_pass_trains_every_task_once_within_the_bound(start, spec):
     held_out = pool.evaluate("held_out", 30)
     assert [t.task_id for t in held_out] == ["held_out:0", "held_out:1", "held_out:2"]
     assert [t.oldest_version for t in held_out] == [2, 2, 2]
-    assert pool.state(3) == {"cursor": 5, "ahead": []}
+    assert pool.position == {"cursor": 5, "ahead": []}
     assert pool.stats()["attempts"] == 15
     children = psutil.Process().children(recursive=True)
     pool.stop()

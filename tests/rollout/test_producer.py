@@ -99,7 +99,7 @@ def run(
 
 
 async def batch(producer: Producer, step: int) -> list[Group]:
-    return [pickle.loads(packed) for packed in await producer.next_batch(step, 10)]
+    return [pickle.loads(packed) for packed in (await producer.next_batch(step, 10)).groups]
 
 
 def test_nothing_is_dispatched_before_a_version_is_known(spec):
@@ -234,22 +234,23 @@ def test_versions_within_a_batch_dispatch_nothing_new(spec):
 def test_a_resumed_run_generates_what_was_not_trained(spec):
     spec = replace(spec, tasks=Rows(5), lookahead=1, max_staleness=1, max_steps=3)
     whole, first, resumed = {}, {}, {}
-    position = {}
+    positions: list[dict] = []
 
     def record(batches: dict[int, list[list[int]]], steps: range) -> Scenario:
         async def scenario(producer: Producer, publish: Publish) -> None:
             for step in steps:
                 await publish(step)
-                for group in await batch(producer, step):
+                delivery = await producer.next_batch(step, 10)
+                for group in map(pickle.loads, delivery.groups):
                     ids = [t.segments[0].token_ids.tolist() for t in group.trajectories]
                     batches[group.ordinal] = ids
-            position.update(await producer.state(1))
+                positions.append(delivery.position)
 
         return scenario
 
     run(spec, record(whole, range(3)))
     run(spec, record(first, range(2)))
-    run(spec, record(resumed, range(1, 3)), first_step=1, position=dict(position))
+    run(spec, record(resumed, range(1, 3)), first_step=1, position=positions[0])
     # the checkpoint before step 1 holds one step of two; the rest comes again, token for token
     assert {**first, **resumed} == whole
     assert len(resumed) == 3
