@@ -4,20 +4,18 @@ R trajectories of a batch.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from molt.agents import Env, Limits, SingleTurn
 from molt.algo import GroupFilter, Shaping
-from molt.metrics import rollout_metrics
-from molt.model.packing import families, pack, partition
+from molt.batches import build_batch, check_staleness, staleness_metrics
 from molt.parallel import FSDP2Strategy
 from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineOptions, RolloutSpec
@@ -281,12 +279,11 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return which tasks were trained, so that a resumed run trains each of them once."""
         if self.pool is None:  # Lightning keeps what rank 0 returns
             return {}
-        step = self.run.global_step
         state: dict[str, Any] = {
             "position": self.pool.position,
             "settings": self.stream_settings,
         }
-        if step % self.updates_per_batch:
+        if self.run.global_step % self.updates_per_batch:
             groups, batches = self.taken
             state["unfinished"] = Unfinished(groups, [b.proximal_logprobs for b in batches])
         return state
@@ -343,12 +340,14 @@ class RolloutLoader:
                 return
             batches = self.batches(groups, trainer.global_step - first)
             data.taken, waited = (groups, batches), perf_counter() - started
+            filtered = self.num_filtered() if data.filters else 0.0
             last = min(data.updates_per_batch, first + end - trainer.global_step)
             for update in range(first, last):
                 batch = batches[update % data.minibatches]
                 batch.move_to(trainer.global_step)
                 batch.metrics |= staleness_metrics(batch.trajectories, batch.step)
                 batch.metrics["time/wait_rollouts_s"] = waited if update == first else 0.0
+                batch.metrics["rollout/filtered_groups"] = filtered
                 yield batch
 
     def next_groups(self, batch_index: int) -> list[Group] | None:
@@ -359,6 +358,11 @@ class RolloutLoader:
         if data.pool is not None:
             groups = data.pool.next_batch(batch_index, data.timeout_s, lambda: data.run.should_stop)
         return data.strategy.broadcast(groups)
+
+    def num_filtered(self) -> float:
+        """Return how many groups the filters have dropped so far."""
+        stats = self.data.pool.stats() if self.data.pool is not None else None
+        return self.data.strategy.broadcast(stats)["groups_filtered"]
 
     def batches(self, groups: list[Group], step: int) -> list[Batch]:
         """Check the groups and pack this rank's share, one batch for each minibatch.
@@ -413,97 +417,3 @@ class EvalLoader:
             if self.data.pool is not None:
                 trajectories = self.data.pool.evaluate(name, self.data.timeout_s, first, stop)
             yield EvalBatch(name=name, trajectories=self.data.strategy.broadcast(trajectories))
-
-
-def build_batch(
-    groups: Sequence[Group],
-    step: int,
-    rank: int,
-    num_ranks: int,
-    tokens_per_micro_batch: int,
-    reward_clip: tuple[float, float],
-    shaping: Shaping = Shaping(),  # noqa: B008 - frozen
-) -> Batch:
-    """Pack one rank's share of the groups; the rest of the batch is the same on every rank.
-
-    Args:
-        groups: All groups of the step.
-        step: Optimizer step that trains them.
-        rank: Data-parallel rank.
-        num_ranks: Data-parallel ranks.
-        tokens_per_micro_batch: Most tokens of a row.
-        reward_clip: Range that rewards are clipped to.
-        shaping: What rewards become then, and which trajectories train nothing.
-    """
-    trajectories = [t for group in groups for t in group.trajectories]
-    group_index = [g for g, group in enumerate(groups) for _ in group.trajectories]
-    trains = [not shaping.masks(t) for t in trajectories]
-    owners = [
-        (i, s)
-        for i, t in enumerate(trajectories)
-        for s in t.segments
-        if trains[i] and s.num_actions
-    ]
-    first_token = np.cumsum([0, *(s.num_actions for _, s in owners)]).tolist()
-    lengths = [len(segment.token_ids) for _, segment in owners]
-    # Small enough that the rows of all ranks can be balanced.
-    most = min(tokens_per_micro_batch, sum(lengths) // (4 * num_ranks))
-    kin = families([segment for _, segment in owners], most)
-    sizes = [family.num_tokens for family in kin]
-    rows = partition(sizes, tokens_per_micro_batch, num_ranks)
-    longest = max(sum(sizes[f] for f in row) for share in rows for row in share)
-    num_rows = sum(len(share) for share in rows)
-    metrics = rollout_metrics(trajectories, group_index) | staleness_metrics(trajectories, step)
-    metrics["perf/padding_frac"] = 1 - sum(sizes) / max(num_rows * longest, 1)
-    metrics["perf/shared_frac"] = 1 - sum(sizes) / max(sum(lengths), 1)
-    members = [[i for f in row for i in kin[f].members] for row in rows[rank]]
-    return Batch(
-        step=step,
-        micro_batches=[
-            pack(
-                [owners[i][1] for i in row],
-                [owners[i][0] for i in row],
-                step,
-                [first_token[i] for i in row],
-            )
-            for row in members
-        ],
-        trajectories=trajectories,
-        ordinals=[group.ordinal for group in groups],
-        group_index=torch.tensor(group_index),
-        rewards=torch.tensor(shaping.rewards(trajectories, reward_clip)),
-        action_counts=torch.tensor(
-            [t.num_actions * on for t, on in zip(trajectories, trains, strict=True)]
-        ),
-        behavior_logprobs=torch.from_numpy(
-            np.concatenate(
-                [np.zeros(0, np.float32), *(s.behavior_logprobs[s.action_mask] for _, s in owners)]
-            )
-        ),
-        num_tokens=sum(lengths),
-        metrics=metrics,
-    )
-
-
-def staleness_metrics(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    """Measure how many steps before ``step`` the action tokens were sampled."""
-    versions = [s.policy_versions[s.action_mask] for t in trajectories for s in t.segments]
-    staleness = step - np.concatenate([np.zeros(0, np.int64), *versions])
-    return {
-        "policy/staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
-        "policy/staleness_max": float(staleness.max(initial=0)),
-    }
-
-
-def check_staleness(groups: Sequence[Group], step: int, max_staleness: int) -> None:
-    """Raise where a token is older than the bound, or newer than the weights: a bug of ours."""
-    for group in groups:
-        for trajectory in group.trajectories:
-            versions = [s.policy_versions[s.action_mask] for s in trajectory.segments]
-            staleness = step - np.concatenate([np.zeros(0, np.int64), *versions])
-            if staleness.size and not (0 <= staleness.min() <= staleness.max() <= max_staleness):
-                raise RuntimeError(
-                    f"step {step}: trajectory {trajectory.id} holds tokens of staleness "
-                    f"{staleness.min()} to {staleness.max()}; "
-                    f"data.init_args.max_staleness={max_staleness}"
-                )

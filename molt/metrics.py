@@ -32,6 +32,7 @@ METRICS: dict[str, Metric] = {
     "rollout/segments_mean": Metric("Segments per trajectory; above 1 the agent rewrote history."),
     "rollout/truncated_frac": Metric("Share cut off by a limit.", "below 0.1"),
     "rollout/error_frac": Metric("Share of attempts that ended in a fault and were redone.", "0"),
+    "rollout/filtered_groups": Metric("Groups that the filters have dropped since the start."),
     "rollout/duration_s_mean": Metric("Seconds from reset to close."),
     "policy/version": Metric("Policy version of the weights after this step."),
     "policy/staleness_mean": Metric("Steps between sampling and training, over tokens."),

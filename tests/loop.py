@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from molt.agents import Limits, SingleTurn
+from molt.batches import build_batch
 from molt.callbacks import Ledger
-from molt.data import build_batch
 from molt.rollout.client import EngineServer
 from molt.rollout.producer import Producer
 from molt.rollout.spec import EngineOptions, RolloutSpec

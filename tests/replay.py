@@ -43,10 +43,7 @@ class Replay:
         return replace(segment, behavior_logprobs=logp.numpy())
 
     def begin(self, first_step: int, position: dict[str, Any] | None) -> None:
-        self.begun = first_step
-
-    def state(self, step: int) -> dict[str, Any]:
-        return {"batch": step}
+        self.position = {"cursor": first_step * self.groups_per_step, "ahead": []}
 
     def stats(self) -> dict[str, float]:
         return {"groups_filtered": 0.0}

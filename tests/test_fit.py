@@ -156,8 +156,35 @@ def test_a_reward_that_is_no_number_stops_the_run(folder: Path):
     assert audit(newest(folder))["steps"].startswith("0, the run failed: RewardError: ")
 
 
+PARTS = """
+import torch
+from molt.algo import Correction, GroupFilter, LossOutput, PolicyLoss
+
+
+class Plain(PolicyLoss):
+    def __call__(self, inputs):
+        everywhere = torch.ones_like(inputs.advantages, dtype=torch.bool)
+        return LossOutput(loss=-inputs.logprobs * inputs.advantages, clipped=everywhere)
+
+
+class Half(Correction):
+    def __call__(self, proximal, behavior, segment_index):
+        return torch.full_like(behavior, 0.5), torch.ones_like(behavior, dtype=torch.bool)
+
+
+class EvenTasks(GroupFilter):
+    def __call__(self, trajectories, rewards):
+        return int(trajectories[0].task_id.rpartition(":")[2]) % 2 == 0
+"""
+
+
 def test_the_parts_that_the_readme_shows_run_together(folder: Path):
-    """What a new user writes: an environment of several turns, an estimator and a callback."""
+    """What a new user writes: an environment of several turns, an estimator and a callback.
+
+    And what a researcher does: a loss, a correction and a filter, in two updates for each batch,
+    with a reference model.
+    """
+    (folder / "my_parts.py").write_text(PARTS)
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     for name, code in zip(("guess", "my_estimators", "my_callbacks"), blocks, strict=True):
         (folder / f"{name}.py").write_text(code)
@@ -167,14 +194,24 @@ def test_the_parts_that_the_readme_shows_run_together(folder: Path):
         "--data.agent=guess.Guess",
         "--model.estimator=my_estimators.RLOO",
         "--trainer.callbacks+=my_callbacks.LongestAnswer",
+        "--model.loss=my_parts.Plain",
+        "--model.correction=my_parts.Half",
+        "--data.filters+=my_parts.EvenTasks",
+        "--data.minibatches=2",
+        "--model.proximal=recompute",
+        "--model.kl.coef=0.01",
         "--data.engines.max_model_len=512",
         "--data.lookahead=1",
-        "--data.max_staleness=1",
+        "--data.max_staleness=3",
         f"--data.sampling.stop_token_ids={list(range(VOCAB_SIZE))}",
     )
     logged = scalars(newest(folder))
+    assert logged["policy/clipped_frac"] == logged["policy/corrected_frac"] == [1, 1, 1]
+    assert logged["rollout/filtered_groups"][0] > 0
+    assert logged["policy/kl_reference"][0] == pytest.approx(0, abs=1e-5)
+    assert logged["policy/kl_reference"][2] > 0
     # Every token ends its turn, and a turn is the right answer in about one of 320 cases: nearly
-    # all of the 16 attempts of a step take three turns.
+    # all of the 8 attempts of a step take three turns.
     assert min(logged["rollout/turns_mean"]) > 2.5
     assert logged["rollout/response_tokens_mean"] == logged["rollout/turns_mean"]
     assert set(logged["rollout/response_tokens_max"]) == {3}

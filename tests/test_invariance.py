@@ -21,8 +21,8 @@ from molt.algo import (
     SAPOLoss,
     Shaping,
 )
+from molt.batches import build_batch
 from molt.credit import assign_credit
-from molt.data import build_batch
 from molt.module import PolicyModule
 from molt.parallel import FSDP2Strategy
 from molt.tally import Tally

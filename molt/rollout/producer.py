@@ -199,9 +199,6 @@ class Producer:
             self._dispatch()
         self._changed.set()
 
-    def _note(self, event: str, ordinal: int, **details: Any) -> None:
-        self._events.append({"event": event, "ordinal": ordinal, **details})
-
     def _refill(self, filter_name: str) -> None:
         """Count a group that a filter drops, and stop a run that would look for others forever."""
         self.filtered[filter_name] += 1
@@ -214,6 +211,9 @@ class Producer:
                 f"data.init_args.max_filtered={self.spec.max_filtered} batches' worth: the tasks "
                 "are too easy or too hard for this policy, or the filters too strict"
             )
+
+    def _note(self, event: str, ordinal: int, **details: Any) -> None:
+        self._events.append({"event": event, "ordinal": ordinal, **details})
 
     async def _run(self, request: GroupRequest) -> GroupResult:
         index = self._load.index(min(self._load))

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import nn
 
 from molt.algo import KL, GSPOLoss, ReinforcePlusPlus, Shaping
-from molt.data import build_batch
+from molt.batches import build_batch
 from molt.module import PolicyModule
 from molt.parallel import FSDP2Strategy
 from molt.tally import Tally
