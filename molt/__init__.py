@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from molt.data import RolloutDataModule
     from molt.module import PolicyModule
+    from molt.ppo import PPOModule
     from molt.sft import SFTDataModule, SFTModule
 
-__all__ = ["PolicyModule", "RolloutDataModule", "SFTDataModule", "SFTModule"]
+__all__ = ["PPOModule", "PolicyModule", "RolloutDataModule", "SFTDataModule", "SFTModule"]
 
 _HOME = {
+    "PPOModule": "molt.ppo",
     "PolicyModule": "molt.module",
     "RolloutDataModule": "molt.data",
     "SFTDataModule": "molt.sft",

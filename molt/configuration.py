@@ -31,6 +31,7 @@ from molt.algo import (
     TokenEstimator,
 )
 from molt.data import RolloutDataModule
+from molt.module import PolicyModule
 from molt.resume import LAST, SaveConfig, continue_newest, to_save
 from molt.rollout.spec import EngineOptions
 from molt.types import Sampling
@@ -199,15 +200,16 @@ class MoltCLI(LightningCLI):
 
 
 def build_optimizer(module: pl.LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """Build what ``optimizer`` and ``lr_scheduler`` say, over the module's parameters.
+    """Build what ``optimizer`` and ``lr_scheduler`` say, over the policy's parameters.
 
     Args:
-        module: Whose parameters are optimized.
+        module: Whose policy is optimized.
         optimizer: ``class_path`` and ``init_args``.
         scheduler: The same, stepped once per optimizer step.
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    is_policy = isinstance(module, PolicyModule)
+    network = module.policy if is_policy else module
+    trainable = [p for p in network.parameters() if p.requires_grad]
     built: torch.optim.Optimizer = instantiate_class(trainable, optimizer)
-    if not scheduler:
-        return built
-    return [built], [instantiate_class(built, scheduler)]
+    more = module.more_optimizers() if is_policy else []
+    return [built, *more], [instantiate_class(built, scheduler)] if scheduler else []

@@ -3,34 +3,35 @@
 R trajectories and N action tokens of all of them, A action tokens of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from molt.algo import KL, ActionTokens, Estimator, TokenEstimator, kl_estimate, whiten
-from molt.model import Policy
 from molt.parallel import FSDP2Strategy
-from molt.types import Batch
+from molt.types import Batch, MicroBatch
 
 
-def score_tokens(strategy: FSDP2Strategy, network: Policy, batch: Batch, name: str) -> Tensor:
-    """Return the log-probs [N] of all action tokens of a batch, the same on every rank.
+def score_tokens(
+    strategy: FSDP2Strategy, ask: Callable[[MicroBatch], Tensor], batch: Batch, what: str
+) -> Tensor:
+    """Return what a network says of all action tokens of a batch [N], the same on every rank.
 
     Args:
         strategy: Knows the other ranks.
-        network: What to ask, without gradients.
+        ask: Returns [A] for a row, by a network; called without gradients.
         batch: Every row is asked, also one without actions: a forward pass is collective.
-        name: What the network is, for messages.
+        what: What is asked for, for messages.
     """
     values = torch.zeros(batch.num_actions, device=strategy.root_device)
     with torch.no_grad():
         for micro in batch.micro_batches:
             moved = micro.to(strategy.root_device)
-            values[moved.token_index] = network.logprobs(moved)[0]
+            values[moved.token_index] = ask(moved)
     # Every token is in one row of one rank, so that the sum is what that rank found.
     values = strategy.all_reduce(values).cpu()
-    refuse_infinite(values, [batch], f"log-probs of the {name}")
+    refuse_infinite(values, [batch], what)
     return values
 
 
@@ -84,6 +85,7 @@ def action_tokens(kl: KL, kl_coef: float, batches: Sequence[Batch]) -> ActionTok
         behavior_logprobs=behavior,
         logprobs=logprobs,
         reference_logprobs=reference,
+        values=joined([batch.values for batch in batches]),
     )
 
 

@@ -41,6 +41,8 @@ class Unfinished:
     """The groups of the batch."""
     proximal_logprobs: list[torch.Tensor | None]
     """Log-probs of each minibatch before the first update, where they were computed."""
+    values: list[torch.Tensor | None]
+    """Values of each minibatch before the first update, where there is a critic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +287,9 @@ class RolloutDataModule(pl.LightningDataModule):
         }
         if self.run.global_step % self.updates_per_batch:
             groups, batches = self.taken
-            state["unfinished"] = Unfinished(groups, [b.proximal_logprobs for b in batches])
+            state["unfinished"] = Unfinished(
+                groups, [b.proximal_logprobs for b in batches], [b.values for b in batches]
+            )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -387,8 +391,9 @@ class RolloutLoader:
             for i in range(data.minibatches)
         ]
         if data.unfinished is not None:
-            for batch, logprobs in zip(batches, data.unfinished.proximal_logprobs, strict=True):
-                batch.proximal_logprobs = logprobs
+            for index, batch in enumerate(batches):
+                batch.proximal_logprobs = data.unfinished.proximal_logprobs[index]
+                batch.values = data.unfinished.values[index]
             data.unfinished = None
         for batch in batches:
             batch.siblings = batches

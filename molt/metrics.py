@@ -59,6 +59,11 @@ METRICS: dict[str, Metric] = {
     "loss/total": Metric("The loss that was differentiated."),
     "loss/policy": Metric("Its policy part."),
     "loss/kl": Metric("Its KL penalty."),
+    "loss/value": Metric("Loss of the critic.", "falls"),
+    "critic/explained_variance": Metric(
+        "Share of the returns' variance that the critic foretold.", "rises, above 0"
+    ),
+    "critic/grad_norm": Metric("Gradient norm of the critic before clipping."),
     "loss/sft": Metric("Negative log-prob per assistant token, in nats.", "falls"),
     "loss/sft_held_out": Metric("The same on held-out demonstrations.", "falls"),
     "optim/lr": Metric("Learning rate of the step."),

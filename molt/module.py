@@ -65,6 +65,9 @@ class PolicyModule(pl.LightningModule):
 
     policy: Policy
 
+    has_critic = False
+    """Whether a critic gives the values that an estimator may ask for."""
+
     def __init__(
         self,
         model: str,
@@ -162,11 +165,15 @@ class PolicyModule(pl.LightningModule):
         if self.proximal == "behavior":
             batch.proximal_logprobs = batch.behavior_logprobs
         elif batch.proximal_logprobs is None and (self.proximal == "recompute" or for_credit):
-            batch.proximal_logprobs = score_tokens(self.strategy, self.policy, batch, "policy")
+            batch.proximal_logprobs = self.score(self.policy, batch, "log-probs of the policy")
         if self.reference is not None:
-            batch.reference_logprobs = score_tokens(
-                self.strategy, self.reference, batch, "reference model"
+            batch.reference_logprobs = self.score(
+                self.reference, batch, "log-probs of the reference model"
             )
+
+    def score(self, network: Policy, batch: Batch, what: str) -> Tensor:
+        """Return a network's log-probs [N] of the action tokens of a whole batch."""
+        return score_tokens(self.strategy, lambda m: network.logprobs(m)[0], batch, what)
 
     def micro_loss(
         self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, tally: Tally, batch: Batch
@@ -210,9 +217,19 @@ class PolicyModule(pl.LightningModule):
                 f"{batch.trajectories[broken].id} a log-prob or a loss that is not finite"
             )
 
+    @property
+    def policy_optimizer(self) -> LightningOptimizer:
+        """The optimizer whose steps are the steps of the run: the first, if there are several."""
+        optimizers = self.optimizers()
+        return optimizers[0] if isinstance(optimizers, list) else optimizers
+
+    def more_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return optimizers of further networks, for a subclass that has them."""
+        return []
+
     def update(self) -> float:
         """Clip, step, and move the learning-rate schedule; return the norm before clipping."""
-        optimizer = cast(LightningOptimizer, self.optimizers())
+        optimizer = self.policy_optimizer
         scheduler = cast(LRScheduler | None, self.lr_schedulers())
         grad_norm = self.strategy.clip_grad_norm_(self.policy, self.max_grad_norm)
         optimizer.step()
@@ -231,7 +248,7 @@ class PolicyModule(pl.LightningModule):
             figures["policy/kl_coef"] = self.kl_coef
             self.adapt(figures[f"policy/kl_{self.kl.against}"], batch)
         figures["policy/version"] = float(self.trainer.global_step)
-        figures["optim/lr"] = cast(LightningOptimizer, self.optimizers()).param_groups[0]["lr"]
+        figures["optim/lr"] = self.policy_optimizer.param_groups[0]["lr"]
         self.log_dict(figures)
         check_mismatch(figures, batch.step)
 

@@ -74,6 +74,7 @@ class Algorithm(Protocol):
     reference_path: str | None
     estimator: Estimator | TokenEstimator
     kl: KL
+    has_critic: bool
     proximal: Literal["current", "recompute", "behavior"]
 
     @property
@@ -104,6 +105,11 @@ def check_algorithm(module: Algorithm) -> None:
         )
     if by_token is not None and by_token.needs_reference and module.reference_path is None:
         raise ValueError(f"model.init_args.estimator={name} needs model.init_args.reference")
+    if by_token is not None and by_token.needs_values and not module.has_critic:
+        raise ValueError(
+            f"model.init_args.estimator={name} needs the values of a critic; set "
+            "model.class_path=molt.PPOModule"
+        )
     needs_rewards = by_token is None or by_token.needs_rewards
     if needs_rewards and isinstance(data.agent, SingleTurn) and data.agent.reward is None:
         raise ValueError(

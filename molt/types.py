@@ -289,6 +289,8 @@ class Batch:
     ``MicroBatch.token_index`` and the same on every rank; None where nobody needs them."""
     reference_logprobs: Tensor | None = None
     """[N] the same under the reference model."""
+    values: Tensor | None = None
+    """[N] the values that a critic, if there is one, gave before that first update."""
 
     def __post_init__(self) -> None:
         """A batch of groups that were taken alone has only itself."""

@@ -11,6 +11,7 @@ from molt.algo.advantages import (
 )
 from molt.algo.corrections import PRESETS, Correction, Preset
 from molt.algo.filters import DynamicFilter, GroupFilter, ZeroVarianceFilter
+from molt.algo.gae import GAE, value_loss
 from molt.algo.kl import KL, kl_estimate
 from molt.algo.losses import (
     CISPOLoss,
@@ -31,6 +32,7 @@ from molt.algo.token_advantages import (
 )
 
 __all__ = [
+    "GAE",
     "GRPO",
     "KL",
     "PRESETS",
@@ -58,5 +60,6 @@ __all__ = [
     "ZeroVarianceFilter",
     "kl_estimate",
     "trajectory_weights",
+    "value_loss",
     "whiten",
 ]

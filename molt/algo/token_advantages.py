@@ -34,6 +34,8 @@ class ActionTokens:
     """[N] log-probs under the policy before the update, where ``needs_logprobs`` asks for them."""
     reference_logprobs: Tensor | None
     """[N] log-probs under ``model.init_args.reference``, where something asks for them."""
+    values: Tensor | None = None
+    """[N] the critic's value of each token's context, where ``needs_values`` asks for them."""
 
 
 class TokenEstimator(ABC):
@@ -60,6 +62,9 @@ class TokenEstimator(ABC):
 
     needs_reference: bool = False
     """Whether ``reference_logprobs`` matters: a second network, and its forward pass."""
+
+    needs_values: bool = False
+    """Whether ``values`` matters: a critic, which ``molt.PPOModule`` has."""
 
     @abstractmethod
     def __call__(self, tokens: ActionTokens) -> Tensor:

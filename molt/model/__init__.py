@@ -1,7 +1,16 @@
-"""The network: attention over packed rows, log-probs of actions."""
+"""The networks: attention over packed rows, log-probs of actions, values of contexts."""
 
 from molt.model.attention import SEGMENT_ATTENTION
+from molt.model.critic import Critic, critic_values, put_value_head
 from molt.model.logprobs import linear_logprobs
 from molt.model.network import Policy, policy_logprobs
 
-__all__ = ["SEGMENT_ATTENTION", "Policy", "linear_logprobs", "policy_logprobs"]
+__all__ = [
+    "SEGMENT_ATTENTION",
+    "Critic",
+    "Policy",
+    "critic_values",
+    "linear_logprobs",
+    "policy_logprobs",
+    "put_value_head",
+]

@@ -42,17 +42,26 @@ def policy_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, 
     Returns:
         [A] fp32 log-probs at the sampling temperature, and [A] fp32 entropies in nats.
     """
-    hidden = model.base_model(
-        input_ids=micro.token_ids[None],
-        position_ids=micro.position_ids[None],
-        use_cache=False,
-        attention_plan=AttentionPlan(micro.spans, micro.token_ids.device),
-    ).last_hidden_state[0]  # [P, H]
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     return linear_logprobs(
-        hidden[micro.context_index],
+        last_hidden(model, micro)[micro.context_index],
         head.weight,
         micro.token_ids[micro.action_index],
         micro.temperature,
     )
+
+
+def last_hidden(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+    """Return the last hidden states [P, H] of a row.
+
+    Args:
+        model: Built with ``molt.model.attention.SEGMENT_ATTENTION``.
+        micro: The row.
+    """
+    return model.base_model(
+        input_ids=micro.token_ids[None],
+        position_ids=micro.position_ids[None],
+        use_cache=False,
+        attention_plan=AttentionPlan(micro.spans, micro.token_ids.device),
+    ).last_hidden_state[0]

@@ -53,13 +53,16 @@ def model_folder(path: str) -> Path:
     return folder
 
 
-def empty_model(folder: Path) -> PreTrainedModel:
+def empty_model(folder: Path, may_tie: bool = True) -> PreTrainedModel:
     """Return the network of a checkpoint with fp32 parameters that hold no memory yet.
 
     Args:
         folder: The checkpoint.
+        may_tie: Whether the output embedding is the input embedding where the checkpoint says so.
     """
     config = AutoConfig.from_pretrained(folder)
+    if not may_tie:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     _check_supported(config.get_text_config().to_dict(), folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -87,7 +90,11 @@ def _check_supported(config: dict[str, Any], folder: Path) -> None:
 
 
 def shard(
-    model: PreTrainedModel, meshes: Meshes, precision: MixedPrecisionPolicy, cpu_offload: bool
+    model: PreTrainedModel,
+    meshes: Meshes,
+    precision: MixedPrecisionPolicy,
+    cpu_offload: bool,
+    value_head: nn.Module | None = None,
 ) -> None:
     """Make every block, and then the rest, one unit of sharded parameters; in place.
 
@@ -99,17 +106,19 @@ def shard(
         meshes: Where to shard.
         precision: What to compute and to reduce in.
         cpu_offload: Keep parameters and optimizer state in main memory.
+        value_head: A unit of its own, in fp32.
     """
+    in_fp32 = MixedPrecisionPolicy(torch.float32, torch.float32)
     offload = CPUOffloadPolicy(torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
-    for module in [*blocks, model]:
+    for module in [value_head, *blocks, model] if value_head else [*blocks, model]:
         # The root too, or its parameters would stay whole after a forward without a backward.
         fully_shard(
             module,
             mesh=meshes.fsdp,
             reshard_after_forward=True,
-            mp_policy=precision,
+            mp_policy=in_fp32 if module is value_head else precision,
             offload_policy=offload,
         )
         # Factor 1 with plain sums is right on every backend and for meshes of size 1.
@@ -118,7 +127,12 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def load_weights(model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+def load_weights(
+    model: PreTrainedModel,
+    folder: Path,
+    device: torch.device,
+    value_head: nn.Linear | None = None,
+) -> None:
     """Read this process's slices of a checkpoint into a sharded model on the meta device.
 
     This is the loader behind ``from_pretrained``, which reads slices for any placement of a
@@ -128,6 +142,7 @@ def load_weights(model: PreTrainedModel, folder: Path, device: torch.device) -> 
         model: Sharded, on the meta device.
         folder: The checkpoint.
         device: Where the slices go.
+        value_head: Has no weights in the checkpoint, and starts at 0.
     """
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(folder),
@@ -140,10 +155,14 @@ def load_weights(model: PreTrainedModel, folder: Path, device: torch.device) -> 
     files = [str(file) for file in sorted(folder.glob("*.safetensors"))]
     info, _ = model._load_pretrained_model(model, None, files, config)
     info = model._finalize_model_loading(model, config, info)
+    own = {f"{name}.weight" for name, module in model.named_modules() if module is value_head}
+    if value_head is not None:
+        nn.init.zeros_(value_head.weight)
     for problem, keys in (
         ("lacks", info.missing_keys),
         ("has unknown", info.unexpected_keys),
         ("has tensors of another shape for", info.mismatched_keys),
     ):
-        if keys:
-            raise ValueError(f"model.init_args.model={folder} {problem} {sorted(keys)}")
+        names = {key if isinstance(key, str) else key[0] for key in keys} - own
+        if names:
+            raise ValueError(f"model.init_args.model={folder} {problem} {sorted(names)}")

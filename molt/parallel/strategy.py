@@ -31,8 +31,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
-from molt.model import Policy, policy_logprobs
+from molt.model import Critic, Policy, critic_values, policy_logprobs, put_value_head
 from molt.parallel.checkpoint import (
     load_directory,
     model_state,
@@ -117,19 +118,36 @@ class FSDP2Strategy(ParallelStrategy):
             path: A folder, or the name of a model on the Hub.
         """
         folder = model_folder(path)
-        model = empty_model(folder)
+        policy = cast(Policy, empty_model(folder))
+        self._shard_and_load(policy, folder)
+        policy.logprobs = MethodType(policy_logprobs, policy)
+        register_fsdp_forward_method(policy, "logprobs")
+        return policy
+
+    def build_critic(self, path: str) -> Critic:
+        """Return the network of a checkpoint with a value head; call it in ``configure_model``.
+
+        Args:
+            path: A folder, or the name of a model on the Hub.
+        """
+        folder = model_folder(path)
+        critic = cast(Critic, empty_model(folder, may_tie=False))
+        self._shard_and_load(critic, folder, put_value_head(critic))
+        critic.values = MethodType(critic_values, critic)
+        register_fsdp_forward_method(critic, "values")
+        return critic
+
+    def _shard_and_load(
+        self, model: PreTrainedModel, folder: Path, value_head: nn.Linear | None = None
+    ) -> None:
         if self.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         precision = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
-        shard(model, self._meshes, precision, self.cpu_offload)
+        shard(model, self._meshes, precision, self.cpu_offload, value_head)
         device = torch.device("cpu") if self.cpu_offload else self.root_device
-        load_weights(model, folder, device)
+        load_weights(model, folder, device, value_head)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.root_device)  # offloading is for parameters only
-        policy = cast(Policy, model)
-        policy.logprobs = MethodType(policy_logprobs, model)
-        register_fsdp_forward_method(policy, "logprobs")
-        return policy
 
     def accumulate(
         self, policy: nn.Module, micro_batches: Sequence[MicroBatch]
