@@ -79,13 +79,18 @@ def run_rows(trainer: pl.Trainer, module: PolicyModule) -> dict[str, str]:
     data, strategy, engines = module.data, module.strategy, module.data.engines
     num_params = sum(parameter.numel() for parameter in module.policy.parameters())
     dtype = str(strategy.param_dtype).removeprefix("torch.")
+    rollouts = (
+        f"{engines.count} x vLLM, {str(data.engine_dtype).removeprefix('torch.')}, "
+        f"tensor parallel {engines.tensor_parallel}, context {engines.max_model_len}"
+    )
     return {
         "model": f"{module.model_path}, {num_params / 1e6:.1f}M parameters",
         "precision": f"fp32 master weights, {dtype} compute",
         "mesh": f"{trainer.world_size} processes on {strategy.root_device.type}, "
         f"{strategy.data_size} data-parallel",
-        "engines": f"{engines.count} x vLLM, {str(data.engine_dtype).removeprefix('torch.')}, "
-        f"tensor parallel {engines.tensor_parallel}, context {engines.max_model_len}",
+        "engines": rollouts
+        if data.replay is None
+        else f"none; batches are read from {data.replay}",
         "batch": f"{data.groups_per_step} groups of {data.group_size}, {len(data.tasks)} tasks",
         "staleness": f"lookahead {data.lookahead}, at most {data.max_staleness} steps",
         "memory": f"{memory_gib(strategy.root_device):.2f} GiB in the trainer",

@@ -47,6 +47,9 @@ ROLLOUT_ONLY = (
 )
 """Callbacks that have nothing to do where nothing is rolled out."""
 
+ENGINES_ONLY = (callbacks.WeightSync, callbacks.Evaluation)
+"""Callbacks that have nothing to do where recorded batches are trained."""
+
 REFUSED = {
     "gradient_clip_val": "set model.init_args.max_grad_norm",
     "gradient_clip_algorithm": "gradients are clipped by norm, see model.init_args.max_grad_norm",
@@ -148,6 +151,8 @@ class MoltCLI(LightningCLI):
         keys = self._parser(self.subcommand).callback_keys
         if not isinstance(self.datamodule, RolloutDataModule):
             keys = [key for key in keys if not issubclass(BUILT_IN[key], ROLLOUT_ONLY)]
+        elif self.datamodule.replay is not None:
+            keys = [key for key in keys if not issubclass(BUILT_IN[key], ENGINES_ONLY)]
         trainer = {**self._get(cast(Namespace, self.config_init), "trainer"), **kwargs}
         return self._instantiate_trainer(
             trainer, [self._get(cast(Namespace, self.config_init), k) for k in keys]

@@ -6,6 +6,7 @@ R trajectories of a batch.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from molt.agents import Env, Limits
 from molt.metrics import rollout_metrics
 from molt.model.packing import families, pack, partition
 from molt.parallel import FSDP2Strategy
+from molt.recording import FOLDER, batch_path, num_batches, read_batch, write_batch
 from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.tasks import TaskSet
@@ -64,6 +66,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_clip: Rewards are clipped to this range before anything else.
         num_workers: Processes that run agents.
         timeout_s: Longest wait for a batch or an attempt, in seconds.
+        record: Write every batch to ``batches/`` in the run folder, complete, for ``replay``.
+        replay: Folder of recorded batches to train, in their order, in place of rolling out.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_clip: tuple[float, float] = (-10.0, 10.0),
         num_workers: int = 1,
         timeout_s: float = 600.0,
+        record: bool = False,
+        replay: str | None = None,
     ) -> None:
         super().__init__()
         self.tasks, self.agent = tasks, agent
@@ -95,6 +101,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.reward_clip = reward_clip
         self.num_workers = num_workers
         self.timeout_s = timeout_s
+        self.record, self.replay = record, replay
+        self.recording: Path | None = None  # where batches are written, on rank 0 only
         self.pool: RolloutPool | None = None  # on rank 0 only
         self.sync_every_n_steps: int | None = None  # told by WeightSync
         self.position: dict[str, Any] | None = None  # in the stream of tasks, from a checkpoint
@@ -141,9 +149,23 @@ class RolloutDataModule(pl.LightningDataModule):
         Args:
             model: Folder of the policy's checkpoint.
         """
+        if self.replay is not None:
+            self.check_replay(Path(self.replay))
+            return
         if self.run.is_global_zero and self.pool is None:
             dtype = str(self.engine_dtype).removeprefix("torch.")
             self.pool = RolloutPool.start(self.spec(model), self.engines, dtype)
+
+    def check_replay(self, folder: Path) -> None:
+        """Refuse to train more than was recorded, or to roll out what is not."""
+        if self.run.state.fn != TrainerFn.FITTING:
+            raise ValueError(f"data.init_args.replay={folder} has no engines; unset it")
+        found = num_batches(folder)
+        if self.max_steps is None or self.max_steps > found:
+            raise ValueError(
+                f"data.init_args.replay={folder} holds {found} batches; "
+                f"set trainer.max_steps to at most that, not {self.run.max_steps}"
+            )
 
     def spec(self, model: str) -> RolloutSpec:
         """Say what to roll out; ``predict`` is an evaluation of the training tasks."""
@@ -185,13 +207,19 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> "RolloutLoader":
         """Return the batches of one pass; the first call starts or resumes the stream of tasks."""
+        folder = self.run.log_dir  # a collective
+        if self.record and self.run.is_global_zero:
+            if self.run.logger is None or folder is None:
+                raise ValueError("data.init_args.record=true has no run folder; set trainer.logger")
+            self.recording = Path(folder) / FOLDER
         if self.pool is not None:
             self.pool.begin(self.run.global_step, self.position)
         return RolloutLoader(self)
 
     def val_dataloader(self) -> "EvalLoader":
-        """Return one item per task set."""
-        return EvalLoader(self, [(name, 0, None) for name in self.eval.tasks])
+        """Return one item per task set; a replay has no engines to score it with."""
+        names = [] if self.replay is not None else list(self.eval.tasks)
+        return EvalLoader(self, [(name, 0, None) for name in names])
 
     def test_dataloader(self) -> "EvalLoader":
         """Return one item per task set."""
@@ -263,8 +291,12 @@ class RolloutLoader:
     def next_groups(self, step: int) -> list[Group] | None:
         """Wait for the groups of a step on rank 0, and hand them to every rank."""
         data, groups = self.data, None
-        if data.pool is not None:
+        if data.replay is not None and data.run.is_global_zero:
+            groups = read_batch(batch_path(Path(data.replay), step))
+        elif data.pool is not None:
             groups = data.pool.next_batch(step, data.timeout_s, lambda: data.run.should_stop)
+        if groups is not None and data.recording is not None:
+            write_batch(batch_path(data.recording, step), groups)
         return data.strategy.broadcast(groups)
 
     def batch(self, groups: list[Group], step: int) -> Batch:

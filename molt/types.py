@@ -158,6 +158,11 @@ class Trajectory:
     """Times the policy was asked."""
     duration_s: float = 0.0
     """Wall time from reset to close, in seconds."""
+    started_at: float = 0.0
+    """When it began, in seconds since the epoch."""
+    asked: tuple[tuple[float, float], ...] = ()
+    """When each request to an engine began and ended, in seconds since the epoch; what lies between
+    them belongs to the environment."""
     error: str = ""
     """Traceback of the fault, if any."""
 

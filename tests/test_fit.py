@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from molt.recording import batch_path, read_batch
 from tests.models import VOCAB_SIZE
 from tests.runs import ROOT, newest, run, scalars, start, survivors, workplace
 
@@ -62,19 +63,40 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(folder: Path, on_polic
         assert torch.equal(weight, found[name]), name
 
 
-def test_generation_runs_ahead_within_the_bound(folder: Path):
-    run(
-        folder,
-        "fit",
-        "--data.lookahead=1",
-        "--data.max_staleness=1",
-        "--trainer.max_steps=6",
-        "--trainer.max_epochs=2",
-    )
-    logged = scalars(newest(folder))
+AHEAD = (
+    "--data.lookahead=1",
+    "--data.max_staleness=1",
+    "--trainer.max_steps=6",
+    "--trainer.max_epochs=2",
+)
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path) -> Path:
+    """An asynchronous run of six steps, recorded."""
+    run(folder, "fit", *AHEAD, "--data.record=true")
+    return newest(folder)
+
+
+def test_generation_runs_ahead_within_the_bound(ahead: Path):
+    logged = scalars(ahead)
     assert len(logged["policy/version"]) == 6  # 20 tasks in fours: the second pass has begun
     assert max(logged["policy/staleness_max"]) == 1
     assert max(logged["policy/mismatch"]) < 1e-5
+
+
+def test_a_recorded_run_is_trained_again_bit_for_bit_without_engines(
+    ahead: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = workplace(tmp_path_factory.mktemp("replay"))
+    for name in ("ray", "vllm"):  # found first, from the working directory
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} has no business here')")
+    run(folder, "fit", *AHEAD, f"--data.replay={ahead / 'batches'}")
+    assert max(scalars(newest(folder))["policy/staleness_max"]) == 1
+    expected, found = last_weights(ahead, 6), last_weights(newest(folder), 6)
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weight, found[name]), name
 
 
 def test_two_processes_train_the_policy_that_one_does(folder: Path, on_policy: Path):
@@ -100,6 +122,9 @@ def test_predict_writes_every_trajectory(folder: Path):
     lines = (newest(folder) / "rollouts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 2 * 4 * 4  # two batches of four groups of four
+    batches = [read_batch(batch_path(newest(folder) / "batches", i)) for i in range(2)]
+    ids = [t.id for groups in batches for group in groups for t in group.trajectories]
+    assert ids == [row["id"] for row in rows]
     for row in rows:
         segment = row["segments"][0]
         assert row["reward"] in (0.0, 1.0)

@@ -12,6 +12,7 @@ from molt import PolicyModule, RolloutDataModule
 from molt.agents import SingleTurn
 from molt.callbacks import WeightSync
 from molt.parallel import FSDP2Strategy
+from molt.recording import batch_path, write_batch
 from molt.rollout.spec import EngineOptions
 from molt.tasks import JsonlTasks
 from molt.types import Sampling, Task
@@ -113,6 +114,17 @@ def test_weights_that_nobody_would_sync(data: Any, model: Path):
 def test_a_sync_too_rare_for_the_lookahead(data: Any, model: Path):
     with pytest.raises(ValueError, match=r"every_n_steps=3 starves the trainer with .*lookahead=1"):
         fit(model, data(lookahead=1), WeightSync(every_n_steps=3))
+
+
+def test_a_replay_that_is_too_short(data: Any, model: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"holds 0 batches; set trainer.max_steps to at most that"):
+        fit(model, data(replay=str(tmp_path)))
+
+
+def test_a_recording_without_a_run_folder(data: Any, model: Path, tmp_path: Path):
+    write_batch(batch_path(tmp_path, 0), [])
+    with pytest.raises(ValueError, match=r"record=true has no run folder; set trainer\.logger"):
+        fit(model, data(replay=str(tmp_path), record=True))
 
 
 def test_a_strategy_that_cannot_shard(data: Any, model: Path):

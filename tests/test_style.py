@@ -14,7 +14,7 @@ LAYERS = [
     {"module", "data", "sft", "preflight", "tally"},
     {"parallel", "rollout"},
     {"model", "agents"},
-    {"tasks", "types", "algo", "metrics"},
+    {"tasks", "types", "algo", "metrics", "recording"},
 ]
 HEAVY = {"ray": "rollout", "vllm": "rollout"}
 

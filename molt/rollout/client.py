@@ -8,6 +8,7 @@ it was last asked.
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -192,6 +193,7 @@ class Conversation:
         self._client = client
         self._trajectory_id = trajectory_id
         self._lane: _Lane | None = None
+        self.asked: list[tuple[float, float]] = []
 
     async def generate(self, token_ids: list[int], sampling: Sampling, seed: int) -> Generation:
         """Sample one turn.
@@ -203,6 +205,7 @@ class Conversation:
             self._lane = self._client.least_loaded()
         request = Request(f"{self._trajectory_id}/{uuid4().hex[:8]}", token_ids, sampling, seed)
         future = self._lane.send(request)
+        began = time.time()
         try:
             async with asyncio.timeout(self._client.timeout_s):
                 return await future
@@ -211,6 +214,7 @@ class Conversation:
                 f"{self._lane} did not answer {request.id} within {self._client.timeout_s} s"
             ) from error
         finally:
+            self.asked.append((began, time.time()))
             self._lane.forget(request.id)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import hashlib
 import pickle
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class RolloutWorker:
     async def _attempt(self, request: GroupRequest, member: int, attempt: int) -> Trajectory:
         trajectory_id = f"{request.group_id}/{member}"
         conversation = self.client.conversation(trajectory_id)
+        started_at = time.time()
 
         async def generate(token_ids: list[int], sampling: Sampling, turn: int) -> Generation:
             seed = turn_seed(
@@ -113,7 +115,7 @@ class RolloutWorker:
             )
             return await conversation.generate(token_ids, sampling, seed)
 
-        return await run_env(
+        trajectory = await run_env(
             copy.deepcopy(self.spec.agent),
             request.task,
             trajectory_id,
@@ -122,6 +124,8 @@ class RolloutWorker:
             self.spec.limits,
             self._with_end_of_turn(request.sampling),
         )
+        asked = tuple(conversation.asked)
+        return dataclasses.replace(trajectory, started_at=started_at, asked=asked)
 
     def _with_end_of_turn(self, sampling: Sampling) -> Sampling:
         """Stop at the template's end of turn, which is not always the model's end of sequence."""
