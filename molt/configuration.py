@@ -29,6 +29,9 @@ from molt.types import Sampling
 BUILT_IN: dict[str, type[pl.Callback]] = {
     "weight_sync": callbacks.WeightSync,
     "throughput": callbacks.Throughput,
+    "rollout_health": callbacks.RolloutHealth,
+    "trace": callbacks.Trace,
+    "watchdog": callbacks.Watchdog,
     "evaluation": callbacks.Evaluation,
     "rollout_log": callbacks.RolloutLog,
     "report": callbacks.RunReport,
@@ -42,6 +45,9 @@ BUILT_IN: dict[str, type[pl.Callback]] = {
 ROLLOUT_ONLY = (
     callbacks.WeightSync,
     callbacks.Evaluation,
+    callbacks.RolloutHealth,
+    callbacks.Trace,
+    callbacks.Watchdog,
     callbacks.RolloutLog,
     callbacks.RunReport,
 )

@@ -172,6 +172,11 @@ class Trajectory:
         return sum(segment.num_actions for segment in self.segments)
 
     @property
+    def generate_s(self) -> float:
+        """Seconds of ``duration_s`` that it waited for engines, their queues included."""
+        return min(sum(end - start for start, end in self.asked), self.duration_s)
+
+    @property
     def oldest_version(self) -> int:
         """The smallest policy version among its action tokens."""
         versions = [s.policy_versions[s.action_mask] for s in self.segments if s.num_actions]

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from molt.metrics import METRICS
 from molt.recording import batch_path, read_batch
 from tests.models import VOCAB_SIZE
 from tests.runs import ROOT, newest, run, scalars, start, survivors, workplace
@@ -83,6 +84,31 @@ def test_generation_runs_ahead_within_the_bound(ahead: Path):
     assert len(logged["policy/version"]) == 6  # 20 tasks in fours: the second pass has begun
     assert max(logged["policy/staleness_max"]) == 1
     assert max(logged["policy/mismatch"]) < 1e-5
+
+
+def test_a_run_shows_who_waited_for_whom(ahead: Path):
+    logged = scalars(ahead)
+    assert set(logged) <= set(METRICS)
+    for step_s, *waits in zip(
+        logged["time/step_s"],
+        logged["time/wait_rollouts_s"],
+        logged["time/wait_trainer_s"],
+        strict=True,
+    ):
+        assert 0 <= min(waits) <= max(waits) <= step_s + 1
+    assert logged["rollout/environment_faults"] == logged["rollout/error_frac"] == [0] * 6
+    assert min(logged["rollout/generate_s_mean"]) > 0
+    events = json.loads((ahead / "trace.json").read_text())
+    slices = {name: [e for e in events if e["name"] == name]
+              for name in ("wait", "train", "sync", "generate", "grade")}  # fmt: skip
+    # six steps; 20 tasks in fours, and the first four again, each tried four times
+    counts = {name: len(found) for name, found in slices.items()}
+    assert counts == {"wait": 6, "train": 6, "sync": 6, "generate": 96, "grade": 96}
+    trained = {event["args"]["attempt"] for event in slices["generate"]}
+    assert len(trained) == 96
+    # what the sixth step trains was begun before the fifth ended
+    began = min(event["ts"] for event in slices["generate"][-16:])
+    assert began < slices["train"][4]["ts"] + slices["train"][4]["dur"]
 
 
 def test_a_recorded_run_is_trained_again_bit_for_bit_without_engines(

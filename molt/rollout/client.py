@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
+from molt.rollout.waits import Requests
 from molt.types import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -167,11 +168,17 @@ class EngineClient:
 
     def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.num_answered = 0
         self._lanes = [_Lane(engine, index) for index, engine in enumerate(engines)]
 
     def conversation(self, trajectory_id: str) -> Conversation:
         """Open the requests of one trajectory."""
         return Conversation(self, trajectory_id)
+
+    def requests(self) -> Requests:
+        """Count the requests of each engine that are not answered, and all that are."""
+        pending = [len(lane.pending) for lane in self._lanes]
+        return Requests(pending=pending, answered=self.num_answered)
 
     def least_loaded(self) -> _Lane:
         """Return the way to the living engine with the fewest requests."""
@@ -215,6 +222,7 @@ class Conversation:
             ) from error
         finally:
             self.asked.append((began, time.time()))
+            self._client.num_answered += 1
             self._lane.forget(request.id)
 
 

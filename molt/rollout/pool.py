@@ -21,6 +21,7 @@ from molt.rollout.client import EngineLike, EngineServer
 from molt.rollout.engine import Engine, Receipt, engine_env
 from molt.rollout.producer import Producer
 from molt.rollout.spec import EngineOptions, RolloutSpec
+from molt.rollout.waits import Waits
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker
 from molt.types import Group, Trajectory
@@ -180,6 +181,10 @@ class RolloutPool:
     def stats(self) -> dict[str, float]:
         """Return the producer's counters."""
         return self._get(self._producer.stats.remote(), _GRACE_S)
+
+    def waits(self) -> Waits:
+        """Return what is in flight on the rollout side, and whom it waits for."""
+        return self._get(self._producer.waits.remote(), _GRACE_S)
 
     def stop(self) -> None:
         """End every actor and, where this process started it, Ray; a second call does nothing."""

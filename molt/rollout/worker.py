@@ -17,6 +17,7 @@ from typing import Any
 from molt.agents import Renderer, run_env
 from molt.rollout.client import EngineClient
 from molt.rollout.spec import RolloutSpec
+from molt.rollout.waits import Requests
 from molt.types import Generation, Group, Sampling, Task, Trajectory
 
 _THREADS = 64
@@ -76,6 +77,10 @@ class RolloutWorker:
         """Make room for environments that block, and take the libraries out of collections."""
         gc.freeze()
         asyncio.get_running_loop().set_default_executor(self._threads)
+
+    async def requests(self) -> Requests:
+        """Return how many requests the engines have and had of this worker."""
+        return self.client.requests()
 
     async def run_group(self, request: GroupRequest) -> GroupResult:
         """Try a task several times at once, each trajectory again where it ends in a fault."""
