@@ -171,8 +171,12 @@ class RolloutPool:
                     f"engine {index} serves version {receipt.version} with digest "
                     f"{receipt.digest}, but version {version} with {manifest.digest} was published"
                 )
-        self._get(self._producer.set_version.remote(version), _GRACE_S)
+        self.set_version(version)
         return receipts
+
+    def set_version(self, version: int) -> None:
+        """Let the producer dispatch what the version allows that the engines serve."""
+        self._get(self._producer.set_version.remote(version), _GRACE_S)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the position in the stream of tasks, for a checkpoint before ``step``."""

@@ -84,6 +84,7 @@ class RolloutWorker:
 
     async def run_group(self, request: GroupRequest) -> GroupResult:
         """Try a task several times at once, each trajectory again where it ends in a fault."""
+        request = dataclasses.replace(request, sampling=self._with_end_of_turn(request.sampling))
         members = [self._member(request, member) for member in range(request.size)]
         tries = await asyncio.gather(*members)
         attempts = [trajectory for member in tries for trajectory in member]
@@ -127,7 +128,7 @@ class RolloutWorker:
             generate,
             self.renderer,
             self.spec.limits,
-            self._with_end_of_turn(request.sampling),
+            request.sampling,
         )
         asked = tuple(conversation.asked)
         return dataclasses.replace(trajectory, started_at=started_at, asked=asked)
