@@ -59,10 +59,13 @@ class RunReport(pl.Callback):
         self.steps.append(Step(*(float(trainer.callback_metrics.get(name, 0)) for name in waits)))
         self.staleness_max = max(self.staleness_max, batch.metrics.get("policy/staleness_max", 0.0))
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
         """Print what came of the run."""
         if trainer.is_global_zero and self.rewards:
-            Console().print(two_columns("summary", self.summary(trainer)))
+            rows = self.summary(trainer)
+            if pl_module.data.replay is None:
+                rows |= ceiling_rows(self.steps)
+            Console().print(two_columns("summary", rows))
 
     def summary(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return the rows of the table at the end."""
@@ -73,7 +76,7 @@ class RunReport(pl.Callback):
             "trained tokens": f"{self.num_tokens:,}",
             "reward": f"{self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}",
             "staleness": f"at most {self.staleness_max:.0f}",
-        } | ceiling_rows(self.steps)
+        }
         for name, values in self.scores.items():
             rows[name] = f"{values[0]:.3f} before -> {values[-1]:.3f} after"
         return rows

@@ -32,7 +32,7 @@ class Trace(pl.Callback):
             raise ValueError(f"trace.num_steps={num_steps} is negative")
         self.num_steps = num_steps
         self.file: TextIO | None = None  # on rank 0 only
-        self.zero = self.began = 0.0
+        self.zero = self.began = time.time()
         self.num_written = 0
         self.lanes = Lanes()
         self.shown: set[str] = set()
@@ -43,7 +43,6 @@ class Trace(pl.Callback):
         if trainer.logger and folder and trainer.is_global_zero and self.num_steps:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.file = (Path(folder) / "trace.json").open("w")
-            self.zero = self.began = time.time()
             self.write(process_name(TRAINER, "trainer"), before="[\n")
             self.write(process_name(ROLLOUTS, "rollouts"))
 
@@ -71,7 +70,8 @@ class Trace(pl.Callback):
         self.slice("train", self.began, ended - sync_s, step=batch.step)
         if synced:
             self.slice("sync", ended - sync_s, ended, version=trainer.global_step)
-        attempts = [t for t in batch.trajectories if t.id not in self.shown]
+        live = pl_module.data.replay is None
+        attempts = [t for t in batch.trajectories if live and t.id not in self.shown]
         self.shown.update(t.id for t in attempts)  # another step may train the batch again
         for trajectory in sorted(attempts, key=lambda t: t.started_at):
             lane = self.lanes.take(trajectory.started_at, ended_at(trajectory))
