@@ -22,12 +22,14 @@ from molt.rollout.client import EngineLike, EngineServer
 from molt.rollout.engine import Engine, Receipt, engine_env
 from molt.rollout.producer import Delivery, Producer
 from molt.rollout.spec import EngineOptions, RolloutSpec
+from molt.rollout.waits import Waits
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker
 from molt.types import Group, Trajectory
 
 # The far end keeps the deadline it was given; this much longer and it is dead.
 _GRACE_S = 15.0
+_START_S = 300.0  # on a busy machine an actor may still be importing
 _ASK_S = 0.5
 _GOODBYE_S = 2.0
 _OBJECT_STORE_BYTES = 512 << 20
@@ -117,7 +119,7 @@ class RolloutPool:
         """
         if self.position is None:
             self.position = position or START
-            self._get(self._producer.begin.remote(first_step, position), _GRACE_S)
+            self._get(self._producer.begin.remote(first_step, position), _START_S)
 
     def next_batch(
         self, step: int, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
@@ -187,12 +189,20 @@ class RolloutPool:
                 )
         sync = {"version": version, "digest": manifest.digest, "engines": len(receipts)}
         self._events.append({"event": "sync", **sync})
-        self._get(self._producer.set_version.remote(version), _GRACE_S)
+        self.set_version(version)
         return receipts
+
+    def set_version(self, version: int) -> None:
+        """Let the producer dispatch what the version allows that the engines serve."""
+        self._get(self._producer.set_version.remote(version), _GRACE_S)
 
     def stats(self) -> dict[str, float]:
         """Return the producer's counters."""
         return self._get(self._producer.stats.remote(), _GRACE_S)
+
+    def waits(self) -> Waits:
+        """Return what is in flight on the rollout side, and whom it waits for."""
+        return self._get(self._producer.waits.remote(), _GRACE_S)
 
     def stop(self) -> None:
         """End every actor and, where this process started it, Ray; a second call does nothing."""
