@@ -29,7 +29,7 @@ from molt.types import Group, Trajectory
 
 # The far end keeps the deadline it was given; this much longer and it is dead.
 _GRACE_S = 15.0
-_START_S = 300.0  # on a busy machine an actor may still be importing
+_START_S = 1800.0  # a large model takes minutes to start, on a busy machine many
 _ASK_S = 0.5
 _GOODBYE_S = 2.0
 _OBJECT_STORE_BYTES = 512 << 20
@@ -94,8 +94,11 @@ class RolloutPool:
         producer = ray.remote(Producer).options(**light).remote(spec, workers)
         return cls(engines, workers, producer)
 
-    def ready(self, timeout_s: float) -> list[dict[str, Any]]:
+    def ready(self, timeout_s: float = _START_S) -> list[dict[str, Any]]:
         """Wait until every actor is up and return what each engine says about itself.
+
+        Args:
+            timeout_s: Seconds to wait.
 
         Raises:
             RuntimeError: If one is not up in time; names it.
@@ -118,8 +121,9 @@ class RolloutPool:
             position: What ``position`` was at that step, if the run is resumed.
         """
         if self.position is None:
+            self.ready()
             self.position = position or START
-            self._get(self._producer.begin.remote(first_step, position), _START_S)
+            self._get(self._producer.begin.remote(first_step, position), _GRACE_S)
 
     def next_batch(
         self, step: int, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
@@ -179,6 +183,7 @@ class RolloutPool:
         Raises:
             RuntimeError: If an engine loaded something else than was published.
         """
+        self.ready()  # an engine that failed to start says why here, and has a deadline of its own
         calls = [e.load_weights.remote(manifest, version, timeout_s) for e in self._engines]
         receipts = self._get(calls, timeout_s)
         for index, receipt in enumerate(receipts):
