@@ -218,13 +218,7 @@ class RolloutPool:
             return
         for actor in (self._producer, *self._workers, *self._engines):
             ray.kill(actor)
-        # A process that Ray was just starting outlives it for as long as it looks for it.
-        started = [
-            process
-            for raylet in psutil.Process().children()
-            if raylet.name() == "raylet"
-            for process in raylet.children(recursive=True)
-        ]
+        started = _ray_processes(ray.get_runtime_context().get_session_name())
         ray.shutdown()
         for process in psutil.wait_procs(started, timeout=_GOODBYE_S)[1]:
             with suppress(psutil.NoSuchProcess):
@@ -274,6 +268,20 @@ def _connect(cpus: int, gpus: int, options: EngineOptions) -> None:
                 f"{options.tensor_parallel} needs {needed} {kind}s in the Ray cluster, "
                 f"which has {resources.get(kind, 0):.0f}"
             )
+
+
+def _ray_processes(session: str) -> list[psutil.Process]:
+    """Return what this process started for a Ray session: some of it outlives a shutdown a while.
+
+    A process that was just being started goes on looking for a raylet that is gone.
+    """
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            parents = [process, *process.parents()]
+            if any(session in part for parent in parents for part in parent.cmdline()):
+                found.append(process)
+    return found
 
 
 def _environment() -> dict[str, str]:
