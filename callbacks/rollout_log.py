@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from molt.data import EvalBatch
+from molt.evaluation import EvalBatch
 from molt.types import Batch, Trajectory
 
 

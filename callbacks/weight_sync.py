@@ -40,6 +40,7 @@ class WeightSync(pl.Callback):
             raise ValueError(f"weight_sync.every_n_steps={every_n_steps} is not positive")
         self.every_n_steps = every_n_steps
         self.timeout_s, self.in_flight = timeout_s, in_flight
+        self.published = -1
         self.transport = SharedMemory(uuid4().hex[:12])  # rank 0 decides on the name
 
     def setup(self, trainer: pl.Trainer, pl_module: PolicyModule, stage: str) -> None:
@@ -71,8 +72,8 @@ class WeightSync(pl.Callback):
             pl_module.log("time/weight_sync_s", perf_counter() - started)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
-        """Give the engines the weights to score; within a fit they have them."""
-        if trainer.state.fn != TrainerFn.FITTING:
+        """Give the engines the weights to score, unless they have them."""
+        if self.published != trainer.global_step:
             self.publish(trainer, pl_module)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: PolicyModule) -> None:
@@ -99,6 +100,7 @@ class WeightSync(pl.Callback):
         failure = trainer.strategy.broadcast(failure)
         if failure is not None:
             raise failure
+        self.published = trainer.global_step
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the shared memory back."""
