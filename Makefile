@@ -28,7 +28,7 @@ types: setup
 	$(BIN)/pyrefly check
 
 bench: setup
-	for name in overlap weight_sync versus; do $(BIN)/python -m tests.bench.$$name || exit 1; done
+	for name in producer overlap soak weight_sync versus; do $(BIN)/python -m tests.bench.$$name || exit 1; done
 
 clean:
 	rm -rf .venv runs

@@ -12,8 +12,11 @@ from molt.callbacks.hf_export import HFExport
 from molt.callbacks.ledger import Ledger
 from molt.callbacks.progress import ProgressBar
 from molt.callbacks.report import RunReport
+from molt.callbacks.rollout_health import RolloutHealth
 from molt.callbacks.rollout_log import RolloutLog
 from molt.callbacks.throughput import Throughput
+from molt.callbacks.trace import Trace
+from molt.callbacks.watchdog import Watchdog
 from molt.callbacks.weight_sync import WeightSync
 
 __all__ = [
@@ -22,9 +25,12 @@ __all__ = [
     "HFExport",
     "Ledger",
     "ProgressBar",
+    "RolloutHealth",
     "RolloutLog",
     "RunReport",
     "SaveCheckpoint",
     "Throughput",
+    "Trace",
+    "Watchdog",
     "WeightSync",
 ]

@@ -11,13 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from molt.evaluation import EvalBatch
-from molt.types import Batch, Trajectory
+from molt.recording import FOLDER, batch_path, write_batch
+from molt.types import Batch, Group, Trajectory
 
 
 class RolloutLog(pl.Callback):
     """Show the best and the worst rollouts of a step in console and TensorBoard.
 
-    ``molt predict`` writes every trajectory to ``rollouts.jsonl`` in the run folder.
+    ``molt predict`` writes every trajectory to ``rollouts.jsonl`` in the run folder, and the groups
+    that can be trained to ``batches/``, for ``data.init_args.replay``.
 
     Args:
         every_n_steps: Optimizer steps between two tables; 0 shows none.
@@ -71,6 +73,7 @@ class RolloutLog(pl.Callback):
                 file.writelines(
                     json.dumps(record(trajectory)) + "\n" for trajectory in batch.trajectories
                 )
+            write_batch(batch_path(path.parent / FOLDER, batch_idx), finished_groups(batch))
         if self.console:
             Console().print(table(batch.trajectories, "rollouts"))
 
@@ -95,6 +98,24 @@ def columns(trajectory: Trajectory) -> tuple[str, ...]:
         "-".join(map(str, span)),
         "\n".join(said),
     )
+
+
+def finished_groups(batch: EvalBatch) -> list[Group]:
+    """Return the groups of a batch in which no attempt failed."""
+    members: dict[str, list[Trajectory]] = {}
+    for trajectory in batch.trajectories:
+        members.setdefault(trajectory.id.rpartition("/")[0], []).append(trajectory)
+    return [
+        Group(
+            id=name,
+            task_id=trajectories[0].task_id,
+            ordinal=ordinal,
+            version=min(trajectory.oldest_version for trajectory in trajectories),
+            trajectories=tuple(trajectories),
+        )
+        for ordinal, (name, trajectories) in enumerate(members.items())
+        if all(trajectory.outcome.trains for trajectory in trajectories)
+    ]
 
 
 HEADER = ("reward", "outcome", "tokens", "version", "conversation")

@@ -1,6 +1,6 @@
-"""Batches: finished groups become one rank's balanced, packed rows.
+"""Batches: finished groups become balanced, packed rows.
 
-R trajectories of a batch, N action tokens that train.
+R trajectories of a batch.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from molt.algo import Shaping
 from molt.metrics import rollout_metrics
 from molt.model.packing import families, pack, partition
-from molt.types import Batch, Group, Trajectory
+from molt.types import Batch, Group, Segment, Trajectory
 
 
 def build_batch(
@@ -44,18 +44,8 @@ def build_batch(
         if trains[i] and s.num_actions
     ]
     first_token = np.cumsum([0, *(s.num_actions for _, s in owners)]).tolist()
-    lengths = [len(segment.token_ids) for _, segment in owners]
-    # Small enough that the rows of all ranks can be balanced.
-    most = min(tokens_per_micro_batch, sum(lengths) // (4 * num_ranks))
-    kin = families([segment for _, segment in owners], most)
-    sizes = [family.num_tokens for family in kin]
-    rows = partition(sizes, tokens_per_micro_batch, num_ranks)
-    longest = max(sum(sizes[f] for f in row) for share in rows for row in share)
-    num_rows = sum(len(share) for share in rows)
+    shares, row_metrics = split([s for _, s in owners], num_ranks, tokens_per_micro_batch)
     metrics = rollout_metrics(trajectories, group_index) | staleness_metrics(trajectories, step)
-    metrics["perf/padding_frac"] = 1 - sum(sizes) / max(num_rows * longest, 1)
-    metrics["perf/shared_frac"] = 1 - sum(sizes) / max(sum(lengths), 1)
-    members = [[i for f in row for i in kin[f].members] for row in rows[rank]]
     return Batch(
         step=step,
         micro_batches=[
@@ -65,7 +55,7 @@ def build_batch(
                 step,
                 [first_token[i] for i in row],
             )
-            for row in members
+            for row in shares[rank]
         ],
         trajectories=trajectories,
         ordinals=[group.ordinal for group in groups],
@@ -79,9 +69,33 @@ def build_batch(
                 [np.zeros(0, np.float32), *(s.behavior_logprobs[s.action_mask] for _, s in owners)]
             )
         ),
-        num_tokens=sum(lengths),
-        metrics=metrics,
+        num_tokens=sum(len(segment.token_ids) for _, segment in owners),
+        metrics=metrics | row_metrics,
     )
+
+
+def split(
+    segments: Sequence[Segment], num_ranks: int, tokens_per_micro_batch: int
+) -> tuple[list[list[list[int]]], dict[str, float]]:
+    """Return the segments of each row of each rank, and how full the rows are.
+
+    Args:
+        segments: Those that train.
+        num_ranks: Data-parallel ranks; all get equally many rows.
+        tokens_per_micro_batch: Most tokens of a row.
+    """
+    num_tokens = sum(len(segment.token_ids) for segment in segments)
+    # Small enough that the rows of all ranks can be balanced.
+    most = min(tokens_per_micro_batch, num_tokens // (4 * num_ranks))
+    kin = families(segments, most)
+    sizes = [family.num_tokens for family in kin]
+    shares = partition(sizes, tokens_per_micro_batch, num_ranks)
+    longest = max(sum(sizes[f] for f in row) for share in shares for row in share)
+    num_rows = sum(len(share) for share in shares)
+    return [[[i for f in row for i in kin[f].members] for row in share] for share in shares], {
+        "perf/padding_frac": 1 - sum(sizes) / max(num_rows * longest, 1),
+        "perf/shared_frac": 1 - sum(sizes) / max(num_tokens, 1),
+    }
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:

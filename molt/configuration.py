@@ -41,6 +41,9 @@ BUILT_IN: dict[str, type[pl.Callback]] = {
     "ledger": callbacks.Ledger,
     "weight_sync": callbacks.WeightSync,
     "throughput": callbacks.Throughput,
+    "rollout_health": callbacks.RolloutHealth,
+    "trace": callbacks.Trace,
+    "watchdog": callbacks.Watchdog,
     "evaluation": callbacks.Evaluation,
     "rollout_log": callbacks.RolloutLog,
     "report": callbacks.RunReport,
@@ -55,10 +58,16 @@ ROLLOUT_ONLY = (
     callbacks.Ledger,
     callbacks.WeightSync,
     callbacks.Evaluation,
+    callbacks.RolloutHealth,
+    callbacks.Trace,
+    callbacks.Watchdog,
     callbacks.RolloutLog,
     callbacks.RunReport,
 )
 """Callbacks that have nothing to do where nothing is rolled out."""
+
+ENGINES_ONLY = (callbacks.WeightSync, callbacks.Evaluation, callbacks.Ledger)
+"""Callbacks that have nothing to do where recorded batches are trained."""
 
 REFUSED = {
     "gradient_clip_val": "set model.init_args.max_grad_norm",
@@ -168,6 +177,8 @@ class MoltCLI(LightningCLI):
         keys = self._parser(self.subcommand).callback_keys
         if not isinstance(self.datamodule, RolloutDataModule):
             keys = [key for key in keys if not issubclass(BUILT_IN[key], ROLLOUT_ONLY)]
+        elif self.datamodule.replay is not None:
+            keys = [key for key in keys if not issubclass(BUILT_IN[key], ENGINES_ONLY)]
         trainer = {**self._get(cast(Namespace, self.config_init), "trainer"), **kwargs}
         built = self._instantiate_trainer(
             trainer, [self._get(cast(Namespace, self.config_init), k) for k in keys]

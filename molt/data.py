@@ -6,6 +6,7 @@ R trajectories of a batch.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from molt.algo import GroupFilter, Shaping
 from molt.batches import build_batch, check_staleness, staleness_metrics
 from molt.evaluation import EvalLoader, EvalOptions
 from molt.parallel import FSDP2Strategy
+from molt.recording import FOLDER, batch_path, num_batches, read_batch, write_batch
 from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.tasks import TaskSet, check_same_stream
@@ -60,6 +62,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_clip: Rewards are clipped to this range before anything else.
         num_workers: Processes that run agents.
         timeout_s: Longest wait for a batch or an attempt, in seconds.
+        record: Write every batch to ``batches/`` in the run folder, complete, for ``replay``.
+        replay: Folder of recorded batches to train, in their order, in place of rolling out.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class RolloutDataModule(pl.LightningDataModule):
         reward_clip: tuple[float, float] = (-10.0, 10.0),
         num_workers: int = 1,
         timeout_s: float = 600.0,
+        record: bool = False,
+        replay: str | None = None,
     ) -> None:
         super().__init__()
         self.tasks, self.agent = tasks, agent or SingleTurn()
@@ -99,6 +105,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.reward_clip = reward_clip
         self.num_workers = num_workers
         self.timeout_s = timeout_s
+        self.record, self.replay = record, replay
+        self.recording: Path | None = None  # where batches are written, on rank 0 only
         self.pool: RolloutPool | None = None  # on rank 0 only
         self.sync_every_n_steps: int | None = None  # told by WeightSync
         self.position: dict[str, Any] | None = None  # in the stream of tasks, from a checkpoint
@@ -165,9 +173,23 @@ class RolloutDataModule(pl.LightningDataModule):
         Args:
             model: Folder of the policy's checkpoint.
         """
+        if self.replay is not None:
+            self.check_replay(Path(self.replay))
+            return
         if self.run.is_global_zero and self.pool is None:
             dtype = str(self.engine_dtype).removeprefix("torch.")
             self.pool = RolloutPool.start(self.spec(model), self.engines, dtype)
+
+    def check_replay(self, folder: Path) -> None:
+        """Refuse to train more than was recorded, or to roll out what is not."""
+        if self.run.state.fn != TrainerFn.FITTING:
+            raise ValueError(f"data.init_args.replay={folder} has no engines; unset it")
+        most = num_batches(folder) * self.updates_per_batch
+        if self.max_steps is None or self.max_steps > most:
+            raise ValueError(
+                f"data.init_args.replay={folder} holds the batches of {most} steps; "
+                f"set trainer.max_steps to at most that, not {self.run.max_steps}"
+            )
 
     def spec(self, model: str) -> RolloutSpec:
         """Say what to roll out; ``predict`` is an evaluation of the training tasks."""
@@ -233,13 +255,19 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> "RolloutLoader":
         """Return the batches of one pass; the first call starts or resumes the stream of tasks."""
+        folder = self.run.log_dir  # a collective
+        if self.record and self.run.is_global_zero:
+            if self.run.logger is None or folder is None:
+                raise ValueError("data.init_args.record=true has no run folder; set trainer.logger")
+            self.recording = Path(folder) / FOLDER
         if self.pool is not None:
             self.pool.begin(self.batches_before(self.run.global_step), self.position)
         return RolloutLoader(self)
 
     def val_dataloader(self) -> EvalLoader:
-        """Return one item per task set."""
-        return EvalLoader(self, [(name, 0, None) for name in self.eval.tasks])
+        """Return one item per task set; a replay has no engines to score it with."""
+        names = [] if self.replay is not None else list(self.eval.tasks)
+        return EvalLoader(self, [(name, 0, None) for name in names])
 
     def test_dataloader(self) -> EvalLoader:
         """Return one item per task set."""
@@ -277,6 +305,8 @@ class RolloutDataModule(pl.LightningDataModule):
         Raises:
             ValueError: If it would be another stream; says what changed.
         """
+        if not state_dict:  # a replay has no stream of tasks
+            return
         if self.run.state.fn == TrainerFn.FITTING:
             check_same_stream(state_dict["settings"], self.stream_settings)
         self.position = state_dict["position"]
@@ -323,7 +353,7 @@ class RolloutLoader:
                 return
             batches = self.batches(groups, trainer.global_step - first)
             data.taken, waited = (groups, batches), perf_counter() - started
-            filtered = self.num_filtered() if data.filters else 0.0
+            filtered = self.num_filtered() if data.filters and data.replay is None else 0.0
             last = min(data.updates_per_batch, first + end - trainer.global_step)
             for update in range(first, last):
                 batch = batches[update % data.minibatches]
@@ -338,8 +368,12 @@ class RolloutLoader:
         data, groups = self.data, None
         if data.unfinished is not None:  # a resumed run has brought it along
             return data.unfinished.groups
-        if data.pool is not None:
+        if data.replay is not None and data.run.is_global_zero:
+            groups = read_batch(batch_path(Path(data.replay), batch_index))
+        elif data.pool is not None:
             groups = data.pool.next_batch(batch_index, data.timeout_s, lambda: data.run.should_stop)
+        if groups is not None and data.recording is not None:
+            write_batch(batch_path(data.recording, batch_index), groups)
         return data.strategy.broadcast(groups)
 
     def num_filtered(self) -> float:

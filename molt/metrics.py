@@ -41,9 +41,22 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated_frac": Metric("Share cut off by a limit.", "below 0.1"),
     "rollout/error_frac": Metric("Share of attempts that ended in a fault and were redone.", "0"),
     "rollout/filtered_groups": Metric("Groups that the filters have dropped since the start."),
+    "rollout/policy_fault_frac": Metric("Share that ended by the policy's own doing."),
     "rollout/duration_s_mean": Metric("Seconds from reset to close."),
+    "rollout/generate_s_mean": Metric("Of these, seconds with engines, their queues included."),
+    "rollout/environment_s_mean": Metric("The others: seconds with the environment and reward."),
+    "rollout/environment_faults": Metric(
+        "Attempts since the last step in which user code raised.", "0"
+    ),
+    "rollout/infrastructure_faults": Metric(
+        "Attempts since the last step in which an engine, a worker or a deadline failed.", "0"
+    ),
+    "rollout/groups_in_flight": Metric("Groups that are being rolled out at the end of the step."),
+    "rollout/groups_ready": Metric("Groups that are finished and wait for the trainer."),
+    "rollout/requests_in_flight": Metric("Requests that the engines have not answered."),
     "policy/version": Metric("Policy version of the weights after this step."),
     "policy/staleness_mean": Metric("Steps between sampling and training, over tokens."),
+    "policy/staleness": Metric("The staleness of every token, as a histogram."),
     "policy/staleness_max": Metric("Largest staleness of a token.", "at most max_staleness"),
     "policy/entropy": Metric("Mean entropy of the next-token distribution, in nats.", "above 0"),
     "policy/kl_behavior": Metric(
@@ -78,6 +91,9 @@ METRICS: dict[str, Metric] = {
     "optim/grad_norm": Metric("Gradient norm before clipping."),
     "time/step_s": Metric("Seconds from one step to the next."),
     "time/wait_rollouts_s": Metric("Seconds the trainer waited for rollouts.", "near 0"),
+    "time/wait_trainer_s": Metric(
+        "Seconds that nothing was rolled out, because nothing more was admitted.", "near 0"
+    ),
     "time/forward_backward_s": Metric("Seconds in forward and backward passes."),
     "time/optimizer_s": Metric("Seconds in clipping and the optimizer."),
     "time/evaluation_s": Metric("Seconds that training waited for an evaluation."),
@@ -86,6 +102,12 @@ METRICS: dict[str, Metric] = {
         "Trained tokens, prompts of every trajectory included, per second of wall time."
     ),
     "perf/trainer_idle_frac": Metric("Share of the step the trainer waited.", "below 0.2"),
+    "perf/engine_idle_frac": Metric("Share of the step nothing was rolled out.", "below 0.2"),
+    "perf/ceiling_frac": Metric(
+        "Share reached of the most that this configuration allows: the busy time of the busier "
+        "of trainer and rollouts, as a share of the step.",
+        "above 0.9 with a lookahead of 1",
+    ),
     "perf/padding_frac": Metric("Share of the rows' room that balancing left unused."),
     "perf/shared_frac": Metric(
         "Share of the batch's tokens not computed, because they are a prompt computed already."
@@ -108,6 +130,8 @@ def rollout_metrics(
     by_group: dict[int, set[float]] = {}
     for reward, group in zip(rewards, group_index, strict=True):
         by_group.setdefault(group, set()).add(reward)
+    generate_s = fmean(t.generate_s for t in trajectories)
+    duration_s = fmean(t.duration_s for t in trajectories)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -116,7 +140,10 @@ def rollout_metrics(
         "rollout/turns_mean": fmean(t.num_turns for t in trajectories),
         "rollout/segments_mean": fmean(len(t.segments) for t in trajectories),
         "rollout/truncated_frac": fmean(t.outcome is Outcome.TRUNCATED for t in trajectories),
-        "rollout/duration_s_mean": fmean(t.duration_s for t in trajectories),
+        "rollout/policy_fault_frac": fmean(t.outcome is Outcome.POLICY_FAULT for t in trajectories),
+        "rollout/duration_s_mean": duration_s,
+        "rollout/generate_s_mean": generate_s,
+        "rollout/environment_s_mean": duration_s - generate_s,
     }
 
 

@@ -39,7 +39,8 @@ def check_run(
         raise ValueError(
             f"data={type(data).__name__} gives no rollouts; set data=molt.RolloutDataModule"
         )
-    check_sync(data)
+    if data.replay is None:
+        check_sync(data)
     if data.group_size < estimator.min_group_size:
         raise ValueError(
             f"data.init_args.group_size={data.group_size} leaves "

@@ -158,6 +158,11 @@ class Trajectory:
     """Times the policy was asked."""
     duration_s: float = 0.0
     """Wall time from reset to close, in seconds."""
+    started_at: float = 0.0
+    """When it began, in seconds since the epoch."""
+    asked: tuple[tuple[float, float], ...] = ()
+    """When each request to an engine began and ended, in seconds since the epoch; what lies between
+    them belongs to the environment."""
     error: str = ""
     """Traceback of the fault, if any."""
 
@@ -165,6 +170,11 @@ class Trajectory:
     def num_actions(self) -> int:
         """Number of tokens that the policy sampled, over all segments."""
         return sum(segment.num_actions for segment in self.segments)
+
+    @property
+    def generate_s(self) -> float:
+        """Seconds of ``duration_s`` that it waited for engines, their queues included."""
+        return min(sum(end - start for start, end in self.asked), self.duration_s)
 
     @property
     def oldest_version(self) -> int:

@@ -144,7 +144,15 @@ def test_every_option_has_help(monkeypatch: pytest.MonkeyPatch, capsys):
 
     with pytest.raises(SystemExit):
         Reader()
-    ours = ("weight_sync.", "evaluation.", "rollout_log.", "checkpoint.", "progress.")
+    ours = (
+        "weight_sync.",
+        "evaluation.",
+        "rollout_log.",
+        "checkpoint.",
+        "progress.",
+        "trace.",
+        "watchdog.",
+    )
     bare = [a.dest for a in parsers["fit"]._actions if a.dest.startswith(ours) and not a.help]
     assert not bare
     assert "Optimizer steps between two syncs" in capsys.readouterr().out

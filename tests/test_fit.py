@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from molt.audit import audit
+from molt.metrics import METRICS
+from molt.recording import batch_path, read_batch
 from tests.models import VOCAB_SIZE
 from tests.runs import ROOT, kill, newest, run, scalars, start, survivors, workplace
 
@@ -99,6 +101,67 @@ def test_generation_runs_ahead_within_the_bound_however_often_the_run_is_killed(
     assert len(list((run_folder / "checkpoints").iterdir())) == 2  # checkpoint.keep
 
 
+AHEAD = (
+    "--data.lookahead=1",
+    "--data.max_staleness=1",
+    "--trainer.max_steps=6",
+    "--trainer.max_epochs=2",
+)
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path) -> Path:
+    """An asynchronous run of six steps, recorded."""
+    run(folder, "fit", *AHEAD, "--data.record=true")
+    return newest(folder)
+
+
+def test_generation_runs_ahead_within_the_bound(ahead: Path):
+    logged = scalars(ahead)
+    assert len(logged["policy/version"]) == 6  # 20 tasks in fours: the second pass has begun
+    assert max(logged["policy/staleness_max"]) == 1
+    assert max(logged["policy/mismatch"]) < 1e-5
+
+
+def test_a_run_shows_who_waited_for_whom(ahead: Path):
+    logged = scalars(ahead)
+    assert set(logged) - {"epoch"} <= set(METRICS)
+    for step_s, *waits in zip(
+        logged["time/step_s"],
+        logged["time/wait_rollouts_s"],
+        logged["time/wait_trainer_s"],
+        strict=True,
+    ):
+        assert 0 <= min(waits) <= max(waits) <= step_s + 1
+    assert logged["rollout/environment_faults"] == logged["rollout/error_frac"] == [0] * 6
+    assert min(logged["rollout/generate_s_mean"]) > 0
+    events = json.loads((ahead / "trace.json").read_text())
+    slices = {name: [e for e in events if e["name"] == name]
+              for name in ("wait", "train", "sync", "generate", "grade")}  # fmt: skip
+    # six steps; 20 tasks in fours, and the first four again, each tried four times
+    counts = {name: len(found) for name, found in slices.items()}
+    assert counts == {"wait": 6, "train": 6, "sync": 6, "generate": 96, "grade": 96}
+    trained = {event["args"]["attempt"] for event in slices["generate"]}
+    assert len(trained) == 96
+    # what the sixth step trains was begun before the fifth ended
+    began = min(event["ts"] for event in slices["generate"][-16:])
+    assert began < slices["train"][4]["ts"] + slices["train"][4]["dur"]
+
+
+def test_a_recorded_run_is_trained_again_bit_for_bit_without_engines(
+    ahead: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = workplace(tmp_path_factory.mktemp("replay"))
+    for name in ("ray", "vllm"):  # found first, from the working directory
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} has no business here')")
+    run(folder, "fit", *AHEAD, f"--data.replay={ahead / 'batches'}")
+    assert max(scalars(newest(folder))["policy/staleness_max"]) == 1
+    expected, found = last_weights(ahead, 6), last_weights(newest(folder), 6)
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weight, found[name]), name
+
+
 def test_two_processes_train_the_policy_that_one_does(folder: Path, on_policy: Path):
     run(folder, "fit", "--trainer.devices=2")
     one, two = scalars(on_policy), scalars(newest(folder))
@@ -133,6 +196,9 @@ def test_predict_writes_every_trajectory(folder: Path):
     lines = (newest(folder) / "rollouts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 2 * 4 * 4  # two batches of four groups of four
+    batches = [read_batch(batch_path(newest(folder) / "batches", i)) for i in range(2)]
+    ids = [t.id for groups in batches for group in groups for t in group.trajectories]
+    assert ids == [row["id"] for row in rows]
     for row in rows:
         segment = row["segments"][0]
         assert row["reward"] in (0.0, 1.0)

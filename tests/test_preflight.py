@@ -13,6 +13,7 @@ from molt.agents import SingleTurn
 from molt.algo import KL, OnPolicyDistillation, ReinforcePlusPlus
 from molt.callbacks import WeightSync
 from molt.parallel import FSDP2Strategy
+from molt.recording import batch_path, write_batch
 from molt.rollout.spec import EngineOptions
 from molt.tasks import JsonlTasks
 from molt.types import Sampling, Task
@@ -154,6 +155,19 @@ def test_a_sync_too_rare_for_the_lookahead(data: Any, model: Path):
     for every, settings in ((6, {"lookahead": 1}), (3, {"lookahead": 0})):
         with pytest.raises(ValueError, match=f"every_n_steps={every} starves the trainer"):
             fit(model, data(epochs=2, **settings), WeightSync(every_n_steps=every))
+
+
+def test_a_replay_that_is_too_short(data: Any, model: Path, tmp_path: Path):
+    with pytest.raises(
+        ValueError, match=r"holds the batches of 0 steps; set trainer.max_steps to at most that"
+    ):
+        fit(model, data(replay=str(tmp_path)))
+
+
+def test_a_recording_without_a_run_folder(data: Any, model: Path, tmp_path: Path):
+    write_batch(batch_path(tmp_path, 0), [])
+    with pytest.raises(ValueError, match=r"record=true has no run folder; set trainer\.logger"):
+        fit(model, data(replay=str(tmp_path), record=True))
 
 
 def test_a_strategy_that_cannot_shard(data: Any, model: Path):

@@ -14,7 +14,7 @@ LAYERS = [
     {"module", "ppo", "data", "evaluation", "sft", "preflight", "tally", "credit", "batches"},
     {"parallel", "rollout"},
     {"model", "agents"},
-    {"tasks", "types", "algo", "metrics", "audit"},
+    {"tasks", "types", "algo", "metrics", "audit", "recording"},
     {"ledger"},
 ]
 HEAVY = {"ray": "rollout", "vllm": "rollout"}

@@ -165,6 +165,8 @@ def test_every_preset_takes_a_step(preset: str, monkeypatch: pytest.MonkeyPatch)
     args = ["--data.groups_per_step=4", "--trainer.max_steps=1", "--trainer.logger=false"]
     if preset == "distillation.yaml":
         args.append("--model.reference=recipes/tiny_moe/checkpoint")
+    if preset == "ppo.yaml":
+        args.append("--model.critic_warmup_steps=0")
     configs = ["--config=configs/moe_grpo.yaml", f"--config=configs/algorithms/{preset}"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["molt", "fit", *configs, *args])

@@ -147,7 +147,9 @@ class _Attempt:
 
     async def _ask(self) -> Generation:
         room = self.limits.max_context - len(self.session.token_ids)
-        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+        sampling = self.sampling
+        if room < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room)
         # Left standing when the call raises: it tells whose fault the exception is.
         self.asking = True
         generation = await self.generate(list(self.session.token_ids), sampling, self.num_turns)

@@ -8,6 +8,7 @@ it was last asked.
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 from molt.rollout.fingerprint import Fingerprint
+from molt.rollout.waits import Requests
 from molt.types import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -172,11 +174,17 @@ class EngineClient:
 
     def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.num_answered = 0
         self._lanes = [_Lane(engine, index) for index, engine in enumerate(engines)]
 
     def conversation(self, trajectory_id: str) -> Conversation:
         """Open the requests of one trajectory."""
         return Conversation(self, trajectory_id)
+
+    def requests(self) -> Requests:
+        """Count the requests of each engine that are not answered, and all that are."""
+        pending = [len(lane.pending) for lane in self._lanes]
+        return Requests(pending=pending, answered=self.num_answered)
 
     def least_loaded(self) -> _Lane:
         """Return the way to the living engine with the fewest requests."""
@@ -199,6 +207,7 @@ class Conversation:
         self._trajectory_id = trajectory_id
         self._lane: _Lane | None = None
         self.sampled = Fingerprint()
+        self.asked: list[tuple[float, float]] = []
 
     async def generate(self, token_ids: list[int], sampling: Sampling, seed: int) -> Generation:
         """Sample one turn.
@@ -210,6 +219,7 @@ class Conversation:
             self._lane = self._client.least_loaded()
         request = Request(f"{self._trajectory_id}/{uuid4().hex[:8]}", token_ids, sampling, seed)
         future = self._lane.send(request)
+        began = time.time()
         try:
             async with asyncio.timeout(self._client.timeout_s):
                 generation = await future
@@ -218,6 +228,8 @@ class Conversation:
                 f"{self._lane} did not answer {request.id} within {self._client.timeout_s} s"
             ) from error
         finally:
+            self.asked.append((began, time.time()))
+            self._client.num_answered += 1
             self._lane.forget(request.id)
         self.sampled.add(len(token_ids), generation)
         return generation

@@ -22,12 +22,14 @@ from molt.rollout.client import EngineLike, EngineServer
 from molt.rollout.engine import Engine, Receipt, engine_env
 from molt.rollout.producer import Delivery, Producer
 from molt.rollout.spec import EngineOptions, InFlight, RolloutSpec
+from molt.rollout.waits import Waits
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker
 from molt.types import Group, Trajectory
 
 # The far end keeps the deadline it was given; this much longer and it is dead.
 _GRACE_S = 15.0
+_START_S = 1800.0  # a large model takes minutes to start, on a busy machine many
 _ASK_S = 0.5
 _GOODBYE_S = 2.0
 _OBJECT_STORE_BYTES = 512 << 20
@@ -92,8 +94,11 @@ class RolloutPool:
         producer = ray.remote(Producer).options(**light).remote(spec, workers)
         return cls(engines, workers, producer)
 
-    def ready(self, timeout_s: float) -> list[dict[str, Any]]:
+    def ready(self, timeout_s: float = _START_S) -> list[dict[str, Any]]:
         """Wait until every actor is up and return what each engine says about itself.
+
+        Args:
+            timeout_s: Seconds to wait.
 
         Raises:
             RuntimeError: If one is not up in time; names it.
@@ -116,6 +121,7 @@ class RolloutPool:
             position: What ``position`` was at that step, if the run is resumed.
         """
         if self.position is None:
+            self.ready()
             self.position = position or START
             self._get(self._producer.begin.remote(first_step, position), _GRACE_S)
 
@@ -180,6 +186,7 @@ class RolloutPool:
         Raises:
             RuntimeError: If an engine loaded something else than was published.
         """
+        self.ready()  # an engine that failed to start says why here, and has a deadline of its own
         wanted = (manifest, version, timeout_s, in_flight)
         calls = [engine.load_weights.remote(*wanted) for engine in self._engines]
         receipts = self._get(calls, timeout_s)
@@ -191,12 +198,20 @@ class RolloutPool:
                 )
         sync = {"version": version, "digest": manifest.digest, "engines": len(receipts)}
         self._events.append({"event": "sync", **sync})
-        self._get(self._producer.set_version.remote(version), _GRACE_S)
+        self.set_version(version)
         return receipts
+
+    def set_version(self, version: int) -> None:
+        """Let the producer dispatch what the version allows that the engines serve."""
+        self._get(self._producer.set_version.remote(version), _GRACE_S)
 
     def stats(self) -> dict[str, float]:
         """Return the producer's counters."""
         return self._get(self._producer.stats.remote(), _GRACE_S)
+
+    def waits(self) -> Waits:
+        """Return what is in flight on the rollout side, and whom it waits for."""
+        return self._get(self._producer.waits.remote(), _GRACE_S)
 
     def stop(self) -> None:
         """End every actor and, where this process started it, Ray; a second call does nothing."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from molt.rollout.buffer import Buffer
 from molt.rollout.spec import RolloutSpec
+from molt.rollout.waits import InFlight, Requests, Waits
 from molt.rollout.worker import GroupRequest, GroupResult
 from molt.tasks import TaskStream
 from molt.types import Outcome
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 _RECENT_ATTEMPTS = 100
 _FEWEST_ATTEMPTS = 20
 _NO_PASS = -1
+_ANSWER_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,7 @@ class Producer:
         self.filtered: Counter[str] = Counter()  # by filter, since the last batch
         self._num_filtered = 0
         self._events: list[dict[str, Any]] = []
+        self._in_flight = InFlight()
 
     async def start(self) -> None:
         """Take the libraries out of garbage collections."""
@@ -157,8 +160,21 @@ class Producer:
             "groups_ready": self.buffer.num_ready,
             "groups_dropped": self._dropped,
             "groups_filtered": self._num_filtered,
+            "idle_s": self._in_flight.idle_s,
+            "requests_in_flight": sum((await self.waits()).pending),
             **self.failures.counts(),
         }
+
+    async def waits(self) -> Waits:
+        """Return what is in flight; a worker that is busy for seconds does not hold it up."""
+        asked = [asyncio.wait_for(worker.requests.remote(), _ANSWER_S) for worker in self.workers]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return Waits(
+            version=self.version,
+            in_flight=self._in_flight.ages(),
+            ready=self._buffer.num_ready if self._buffer is not None else 0,
+            workers=[answer if isinstance(answer, Requests) else None for answer in answers],
+        )
 
     def _dispatch(self) -> None:
         if self._buffer is None or self.version < 0:
@@ -218,10 +234,12 @@ class Producer:
     async def _run(self, request: GroupRequest) -> GroupResult:
         index = self._load.index(min(self._load))
         self._load[index] += 1
+        self._in_flight.begin(request.group_id)
         try:
             return await self.workers[index].run_group.remote(request)
         finally:
             self._load[index] -= 1
+            self._in_flight.end(request.group_id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

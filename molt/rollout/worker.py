@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import hashlib
 import pickle
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from molt.agents import Renderer, run_env
 from molt.rollout.client import EngineClient
 from molt.rollout.spec import RolloutSpec
+from molt.rollout.waits import Requests
 from molt.types import Generation, Group, Sampling, Task, Trajectory
 
 _THREADS = 64
@@ -84,8 +86,13 @@ class RolloutWorker:
         gc.freeze()
         asyncio.get_running_loop().set_default_executor(self._threads)
 
+    async def requests(self) -> Requests:
+        """Return how many requests the engines have and had of this worker."""
+        return self.client.requests()
+
     async def run_group(self, request: GroupRequest) -> GroupResult:
         """Try a task several times at once, each trajectory again where it ends in a fault."""
+        request = dataclasses.replace(request, sampling=self._with_end_of_turn(request.sampling))
         members = [self._member(request, member) for member in range(request.size)]
         tries = await asyncio.gather(*members)
         attempts = [trajectory for member in tries for trajectory, _ in member]
@@ -123,6 +130,7 @@ class RolloutWorker:
     async def _attempt(self, request: GroupRequest, member: int, attempt: int) -> Attempt:
         trajectory_id = f"{request.group_id}/{member}"
         conversation = self.client.conversation(trajectory_id)
+        started_at = time.time()
 
         async def generate(token_ids: list[int], sampling: Sampling, turn: int) -> Generation:
             seed = turn_seed(
@@ -137,8 +145,10 @@ class RolloutWorker:
             generate,
             self.renderer,
             self.spec.limits,
-            self._with_end_of_turn(request.sampling),
+            request.sampling,
         )
+        asked = tuple(conversation.asked)
+        trajectory = dataclasses.replace(trajectory, started_at=started_at, asked=asked)
         return trajectory, conversation.sampled.record()
 
     def _with_end_of_turn(self, sampling: Sampling) -> Sampling:

@@ -1,7 +1,8 @@
 """How much of the ceiling the asynchronous loop reaches.
 
 The ceiling is the slower of two things measured alone on the same work: engines that nobody trains,
-and a trainer that never waits. Reaching it means that the faster one costs nothing.
+and a trainer that never waits. Reaching it means that the faster one costs nothing. Measured for
+several lookaheads and bounds, with attempts of one turn, and with one task in twenty of many turns.
 """
 
 import sys
@@ -11,39 +12,59 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import lightning.pytorch as pl
-import ray
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM
 
 from molt import PolicyModule, RolloutDataModule
-from molt.agents import SingleTurn
+from molt.agents import Env, Observation, SingleTurn, StepResult
 from molt.data import RolloutLoader
 from molt.parallel import FSDP2Strategy
 from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineOptions
 from molt.rollout.weights import SharedMemory
 from molt.tasks import JsonlTasks
-from molt.types import Batch, Group, Sampling
+from molt.types import Batch, Group, Sampling, Task
 from recipes.tiny_moe.reward import exact
 from tests.bench.report import ROOT, fit, write
 
 MODEL = str(ROOT / "recipes/tiny_moe/checkpoint")
 STEPS, WARM_UP = 16, 4
 GROUPS, GROUP_SIZE = 32, 8
+GRID = ((0, 0), (1, 1), (1, 4), (4, 4))
+"""Lookahead and bound on staleness."""
+LONG_EVERY, LONG_TURNS = 20, 20
+"""One task in so many takes so many turns."""
 
 
-def data(kind: type[RolloutDataModule] = RolloutDataModule) -> RolloutDataModule:
+class LongTail(Env):
+    """One turn for most tasks, several for a few."""
+
+    def reset(self, task: Task) -> Observation:
+        self.task, self.turns = task, 0
+        long = int(task.id.rpartition(":")[2]) % LONG_EVERY == 0
+        self.wanted = LONG_TURNS if long else 1
+        return Observation(messages=task.messages)
+
+    def step(self, action: str) -> StepResult:
+        self.turns += 1
+        done = self.turns == self.wanted
+        again = [] if done else [{"role": "user", "content": "1+1="}]
+        return StepResult(messages=again, reward=exact(self.task, action), terminated=done)
+
+
+def data(long: bool, kind: type[RolloutDataModule] = RolloutDataModule) -> RolloutDataModule:
     """The work of the main job."""
     return kind(
         tasks=JsonlTasks(str(ROOT / "recipes/tiny_moe/train.jsonl")),
-        agent=SingleTurn(exact),
+        agent=LongTail() if long else SingleTurn(exact),
         group_size=GROUP_SIZE,
         groups_per_step=GROUPS,
         lookahead=1,
         max_staleness=STEPS,
         sampling=Sampling(max_tokens=8),
-        engines=EngineOptions(max_model_len=128),
+        max_turns=LONG_TURNS,
+        engines=EngineOptions(max_model_len=512, max_num_seqs=256),
     )
 
 
@@ -52,9 +73,9 @@ def num_tokens(groups: list[Group]) -> int:
     return sum(len(s.token_ids) for g in groups for t in g.trajectories for s in t.segments)
 
 
-def engine_alone() -> tuple[float, list[list[Group]]]:
+def engine_alone(long: bool) -> tuple[float, list[list[Group]]]:
     """Roll out every batch for a trainer that takes no time; return tokens/s and the batches."""
-    module = data()
+    module = data(long)
     module.trainer = pl.Trainer(max_steps=STEPS, accelerator="cpu", logger=False)
     pool = RolloutPool.start(module.spec(MODEL), module.engines, "float32")
     transport = SharedMemory("bench")
@@ -67,7 +88,7 @@ def engine_alone() -> tuple[float, list[list[Group]]]:
         for step in range(STEPS):
             started = perf_counter()
             batches.append(pool.next_batch(step, 120) or [])
-            ray.get(pool._producer.set_version.remote(step + 1))  # a trainer of no cost
+            pool.set_version(step + 1)  # a trainer of no cost
             times.append(perf_counter() - started)
     finally:
         pool.stop()
@@ -109,9 +130,9 @@ class Clock(pl.Callback):
         self.ends.append(perf_counter())
 
 
-def trainer_alone(batches: list[list[Group]]) -> float:
+def trainer_alone(long: bool, batches: list[list[Group]]) -> float:
     """Train the same batches without engines; return tokens/s."""
-    clock, replayed = Clock(), data(Replayed)
+    clock, replayed = Clock(), data(long, Replayed)
     replayed.batches, replayed.sync_every_n_steps = batches, 1
     with TemporaryDirectory() as folder:
         trainer = pl.Trainer(
@@ -130,11 +151,14 @@ def trainer_alone(batches: list[list[Group]]) -> float:
     return fmean(map(num_tokens, batches[WARM_UP:])) / seconds
 
 
-def together() -> float:
-    """Run the real job with one batch of lookahead; return trained tokens/s."""
+def together(long: bool, lookahead: int, max_staleness: int) -> float:
+    """Run the real job; return trained tokens/s."""
     logged = fit("overlap", [
-        "--config=configs/moe_grpo.yaml", f"--trainer.max_steps={STEPS}", "--data.lookahead=1",
+        "--config=configs/moe_grpo.yaml", f"--trainer.max_steps={STEPS}",
+        f"--data.lookahead={lookahead}", f"--data.max_staleness={max_staleness}",
         f"--data.groups_per_step={GROUPS}", f"--data.group_size={GROUP_SIZE}",
+        f"--data.max_turns={LONG_TURNS}", "--data.engines.max_model_len=512",
+        *(["--data.agent=tests.bench.overlap.LongTail"] if long else []),
     ])  # fmt: skip
     steps = logged["time/step_s"][WARM_UP:]
     tokens = [
@@ -143,17 +167,29 @@ def together() -> float:
     return sum(tokens[WARM_UP:]) / sum(steps)
 
 
-def main() -> None:
-    loop = together()  # first: the trainer of this process would leave its port to the run's
-    engine, batches = engine_alone()
-    trainer = trainer_alone(batches)
-    write("overlap", {
+def measure(long: bool) -> dict[str, float]:
+    """Return the ceiling, and what each lookahead and bound reach of it."""
+    engine, batches = engine_alone(long)
+    trainer = trainer_alone(long, batches)
+    figures = {
         "engine_alone_tokens_per_second": engine,
         "trainer_alone_tokens_per_second": trainer,
-        "loop_tokens_per_second": loop,
-        "ceiling_share": loop / min(engine, trainer),
-        "share_of_one_after_the_other": loop * (1 / engine + 1 / trainer),
-    })  # fmt: skip
+    }
+    for lookahead, bound in GRID:
+        loop = together(long, lookahead, bound)
+        figures |= {
+            f"{lookahead},{bound}/loop_tokens_per_second": loop,
+            f"{lookahead},{bound}/ceiling_share": loop / min(engine, trainer),
+            f"{lookahead},{bound}/share_of_one_after_the_other": loop * (1 / engine + 1 / trainer),
+        }
+    return figures
+
+
+def main() -> None:
+    figures = {}
+    for name in sys.argv[1:] or ("uniform", "long_tail"):
+        figures |= {f"{name}/{key}": value for key, value in measure(name == "long_tail").items()}
+    write("overlap", figures)
 
 
 if __name__ == "__main__":
