@@ -1,12 +1,15 @@
 """Evaluation: score the task sets at the start, every n steps, and at the end."""
 
+from time import perf_counter
+
 import lightning.pytorch as pl
 
 
 class Evaluation(pl.Callback):
     """Run the validation loop within a fit.
 
-    The trainer waits meanwhile, so that every score belongs to one policy version.
+    The trainer waits meanwhile, so that every score belongs to one policy version: that of the
+    weights that a checkpoint saves at this step.
 
     Args:
         every_n_steps: Optimizer steps between two evaluations; 0 for none in between.
@@ -19,6 +22,7 @@ class Evaluation(pl.Callback):
             raise ValueError(f"evaluation.every_n_steps={every_n_steps} is negative")
         self.every_n_steps, self.at_start, self.at_end = every_n_steps, at_start, at_end
         self.evaluated_step = -1
+        self.started = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have Lightning evaluate between steps."""
@@ -29,6 +33,14 @@ class Evaluation(pl.Callback):
         """Score the policy before its first step."""
         if self.at_start:
             self.evaluate(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self.started = perf_counter()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what the evaluation cost."""
+        pl_module.log("time/evaluation_s", perf_counter() - self.started)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember which weights were scored."""

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from molt.data import EvalBatch
+from molt.evaluation import EvalBatch
 from molt.recording import FOLDER, batch_path, write_batch
 from molt.types import Batch, Group, Trajectory
 

@@ -5,7 +5,7 @@ R trajectories of a batch.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -17,22 +17,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from molt.agents import Env, Limits, SingleTurn
 from molt.algo import GroupFilter, Shaping
 from molt.batches import build_batch, check_staleness, staleness_metrics
+from molt.evaluation import EvalLoader, EvalOptions
 from molt.parallel import FSDP2Strategy
 from molt.recording import FOLDER, batch_path, num_batches, read_batch, write_batch
 from molt.rollout.pool import RolloutPool
 from molt.rollout.spec import EngineOptions, RolloutSpec
 from molt.tasks import TaskSet, check_same_stream
-from molt.types import Batch, Group, Sampling, Trajectory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalBatch:
-    """Finished attempts at every task of one set, all sampled by one policy version."""
-
-    name: str
-    """Name of the task set."""
-    trajectories: list[Trajectory]
-    """One or more attempts at each task."""
+from molt.types import Batch, Group, Sampling
 
 
 @dataclass(slots=True)
@@ -45,18 +36,6 @@ class Unfinished:
     """Log-probs of each minibatch before the first update, where they were computed."""
     values: list[torch.Tensor | None]
     """Values of each minibatch before the first update, where there is a critic."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """What to score, and how."""
-
-    tasks: dict[str, TaskSet] = field(default_factory=dict)
-    """Task sets by name; the name appears in ``eval/<name>/mean``."""
-    group_size: int = 1
-    """Attempts at each task."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How the policy is sampled for scoring."""
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -285,16 +264,16 @@ class RolloutDataModule(pl.LightningDataModule):
             self.pool.begin(self.batches_before(self.run.global_step), self.position)
         return RolloutLoader(self)
 
-    def val_dataloader(self) -> "EvalLoader":
+    def val_dataloader(self) -> EvalLoader:
         """Return one item per task set; a replay has no engines to score it with."""
         names = [] if self.replay is not None else list(self.eval.tasks)
         return EvalLoader(self, [(name, 0, None) for name in names])
 
-    def test_dataloader(self) -> "EvalLoader":
+    def test_dataloader(self) -> EvalLoader:
         """Return one item per task set."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> "EvalLoader":
+    def predict_dataloader(self) -> EvalLoader:
         """Return the training tasks, ``groups_per_step`` at a time."""
         size = self.groups_per_step
         return EvalLoader(self, [("tasks", i, i + size) for i in range(0, len(self.tasks), size)])
@@ -432,27 +411,3 @@ class RolloutLoader:
         for batch in batches:
             batch.siblings = batches
         return batches
-
-
-class EvalLoader:
-    """Finished attempts at task sets, or at slices of one.
-
-    Args:
-        data: The data module.
-        slices: Task set, first task, and the task to stop before (None for the end).
-    """
-
-    def __init__(self, data: RolloutDataModule, slices: list[tuple[str, int, int | None]]) -> None:
-        self.data, self.slices = data, slices
-
-    def __len__(self) -> int:
-        """Return the number of slices."""
-        return len(self.slices)
-
-    def __iter__(self) -> Iterator[EvalBatch]:
-        """Yield each slice once all of its attempts have ended."""
-        for name, first, stop in self.slices:
-            trajectories = None
-            if self.data.pool is not None:
-                trajectories = self.data.pool.evaluate(name, self.data.timeout_s, first, stop)
-            yield EvalBatch(name=name, trajectories=self.data.strategy.broadcast(trajectories))

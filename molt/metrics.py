@@ -6,9 +6,17 @@ optimizer step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from molt.types import Outcome, Trajectory
+
+PASSED = 1.0
+"""A score that counts as solved."""
+RESAMPLES = 1000
+"""Draws of a bootstrap interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,7 @@ METRICS: dict[str, Metric] = {
     ),
     "time/forward_backward_s": Metric("Seconds in forward and backward passes."),
     "time/optimizer_s": Metric("Seconds in clipping and the optimizer."),
+    "time/evaluation_s": Metric("Seconds that training waited for an evaluation."),
     "time/weight_sync_s": Metric("Seconds from the end of a step to confirmed weights."),
     "perf/tokens_per_second": Metric(
         "Trained tokens, prompts of every trajectory included, per second of wall time."
@@ -105,7 +114,7 @@ METRICS: dict[str, Metric] = {
     ),
     "perf/memory_gib": Metric("Resident memory of the trainer process, or of its GPU."),
 }
-"""Metrics of a step; evaluation adds ``eval/<set>/{mean,error_frac}``."""
+"""Metrics of a step; evaluation adds ``eval/<set>/{mean,error_frac}`` and ``pass_metrics``."""
 
 
 def rollout_metrics(
@@ -143,9 +152,51 @@ def evaluation_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[st
 
     Args:
         name: Name of the task set.
-        trajectories: One or more attempts at each of its tasks.
+        trajectories: As many attempts at each of its tasks; the id says which belong together.
     """
-    return {
-        f"eval/{name}/mean": fmean(t.score if t.outcome.trains else 0.0 for t in trajectories),
-        f"eval/{name}/error_frac": fmean(not t.outcome.trains for t in trajectories),
+    scores = [t.score if t.outcome.trains else 0.0 for t in trajectories]
+    passed: dict[str, list[bool]] = {}
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        passed.setdefault(trajectory.id.rpartition("/")[0], []).append(score >= PASSED)
+    figures = {
+        "mean": fmean(scores),
+        "error_frac": fmean(not t.outcome.trains for t in trajectories),
+        **pass_metrics(list(passed.values())),
     }
+    return {f"eval/{name}/{key}": value for key, value in figures.items()}
+
+
+def pass_metrics(passed: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """Return pass@k for every power of two, with the bounds of a 95% bootstrap interval.
+
+    The interval says how far other tasks of the same kind would move the score: tasks are drawn
+    again, with replacement. The draws are the same every time.
+
+    Args:
+        passed: For each task, which attempts solved it; as many for each.
+    """
+    size = len(passed[0])
+    ks = [2**power for power in range(size.bit_length()) if 2**power <= size]
+    chances = np.array([[pass_at_k(size, sum(row), k) for k in ks] for row in passed])  # [N, K]
+    draws = np.random.default_rng(0).integers(len(passed), size=(RESAMPLES, len(passed)))
+    means = np.stack([chances[draw].mean(0) for draw in draws])  # [RESAMPLES, K]
+    low, high = np.quantile(means, [0.025, 0.975], axis=0)
+    figures: dict[str, float] = {}
+    for index, k in enumerate(ks):
+        figures[f"pass@{k}"] = float(chances[:, index].mean())
+        figures[f"pass@{k}_low"] = float(low[index])
+        figures[f"pass@{k}_high"] = float(high[index])
+    return figures
+
+
+def pass_at_k(attempts: int, solved: int, k: int) -> float:
+    """Return the unbiased estimate of the chance that one of k attempts solves a task.
+
+    Chen et al. 2021 (arXiv:2107.03374, equation 1): 1 - C(n - c, k) / C(n, k).
+
+    Args:
+        attempts: Attempts made; at least ``k``.
+        solved: How many of them solved it.
+        k: Attempts allowed.
+    """
+    return 1 - comb(attempts - solved, k) / comb(attempts, k)

@@ -28,7 +28,8 @@ from molt.algo import (
     trajectory_weights,
 )
 from molt.credit import assign_credit, score_tokens
-from molt.data import EvalBatch, RolloutDataModule
+from molt.data import RolloutDataModule
+from molt.evaluation import EvalBatch
 from molt.metrics import evaluation_metrics
 from molt.model import Policy
 from molt.parallel import FSDP2Strategy

@@ -3,42 +3,16 @@
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-VOCAB_SIZE = 320  # 256 bytes and the special tokens, then rows that no text reaches
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, without merges: a prompt has as many tokens as its text has bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=1024,
-        clean_up_tokenization_spaces=False,
-    )
+from recipes.tiny_moe.make_model import VOCAB_SIZE
+from recipes.tiny_moe.make_model import tokenizer as byte_tokenizer
 
 
 def tiny_dense(path: Path, seed: int = 0) -> Path:
@@ -91,10 +65,10 @@ def _save(model: PreTrainedModel, path: Path) -> Path:
         if parameter.dim() == 2 and "norm" not in name and not name.endswith("mlp.gate.weight"):
             # Draws at 0.02 make all tokens almost equally likely, and mistakes invisible.
             torch.nn.init.normal_(parameter, std=0.08)
-    tokenizer = byte_tokenizer()
+    tokens = byte_tokenizer()
     for config in (model.config, model.generation_config):
-        config.eos_token_id = tokenizer.eos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = tokens.eos_token_id
+        config.pad_token_id = tokens.pad_token_id
     model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    tokens.save_pretrained(path)
     return path

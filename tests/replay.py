@@ -48,7 +48,7 @@ class Replay:
     def stats(self) -> dict[str, float]:
         return {"groups_filtered": 0.0}
 
-    def load_weights(self, manifest: Any, version: int, timeout_s: float) -> list[Receipt]:
+    def load_weights(self, *published: Any) -> list[Receipt]:
         return []
 
     def stop(self) -> None: ...

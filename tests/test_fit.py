@@ -17,6 +17,7 @@ from tests.models import VOCAB_SIZE
 from tests.runs import ROOT, kill, newest, run, scalars, start, survivors, workplace
 
 README = ROOT / "README.md"
+EVAL_SIZE = "--data.eval.group_size=4"
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_policy(folder: Path) -> Path:
-    """A strictly on-policy run of three steps, with a checkpoint after each."""
-    run(folder, "fit", "--checkpoint.every_n_steps=1", "--checkpoint.keep=9")
+    """A strictly on-policy run of three steps, with a checkpoint and an evaluation after each."""
+    run(
+        folder,
+        "fit",
+        "--checkpoint.every_n_steps=1",
+        "--checkpoint.keep=9",
+        "--checkpoint.monitor=eval/all/mean",
+        "--evaluation.every_n_steps=1",
+        EVAL_SIZE,
+    )
     return newest(folder)
 
 
@@ -73,6 +82,7 @@ def test_generation_runs_ahead_within_the_bound_however_often_the_run_is_killed(
         "--trainer.max_steps=6",
         "--trainer.max_epochs=2",
         "--checkpoint.every_n_steps=1",
+        "--weight_sync.in_flight=abort",
         "--ckpt_path=last",
     ]
     kill(folder, "version=2", False, *args)  # the trainer alone
@@ -167,9 +177,18 @@ def test_validate_scores_every_task_and_builds_no_optimizer(folder: Path):
     assert "eval/all/mean" in output
 
 
-def test_test_scores_the_weights_of_a_checkpoint(folder: Path, on_policy: Path):
-    output = run(folder, "test", f"--ckpt_path={on_policy / 'checkpoints' / 'step_3.ckpt'}")
-    assert "eval/all/mean" in output
+def test_the_best_checkpoint_holds_the_weights_that_were_scored(folder: Path, on_policy: Path):
+    checkpoints, logged = on_policy / "checkpoints", scalars(on_policy)
+    scores = logged["eval/all/mean"]
+    assert len(scores) == len(logged["time/evaluation_s"]) == 3
+    best = json.loads((checkpoints / "best.json").read_text())
+    assert best["score"] == max(scores)
+    assert best["checkpoint"] == f"step_{scores.index(max(scores)) + 1}.ckpt"
+    # Scored again by engines of another process, it gets the same score.
+    run(folder, "test", f"--ckpt_path={checkpoints / 'best.ckpt'}", EVAL_SIZE)
+    again = scalars(newest(folder))
+    for name in ("mean", "error_frac", "pass@1", "pass@2_low", "pass@4_high"):
+        assert again[f"eval/all/{name}"] == [logged[f"eval/all/{name}"][scores.index(max(scores))]]
 
 
 def test_predict_writes_every_trajectory(folder: Path):

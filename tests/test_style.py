@@ -11,7 +11,7 @@ FILES = sorted([*ROOT.glob("molt/**/*.py"), *ROOT.glob("callbacks/*.py")])
 LAYERS = [
     {"cli", "configuration", "resume"},
     {"callbacks"},
-    {"module", "ppo", "data", "sft", "preflight", "tally", "credit", "batches"},
+    {"module", "ppo", "data", "evaluation", "sft", "preflight", "tally", "credit", "batches"},
     {"parallel", "rollout"},
     {"model", "agents"},
     {"tasks", "types", "algo", "metrics", "audit", "recording"},

@@ -23,6 +23,7 @@ from molt.types import Generation, Sampling
 
 if TYPE_CHECKING:
     from molt.rollout.engine import Receipt
+    from molt.rollout.spec import InFlight
     from molt.rollout.weights import Manifest
 
 _POLL_S = 20.0
@@ -71,7 +72,9 @@ class EngineLike(Protocol):
         """Sample one turn; stop when cancelled."""
         ...
 
-    async def load_weights(self, manifest: Manifest, version: int, timeout_s: float) -> Receipt:
+    async def load_weights(
+        self, manifest: Manifest, version: int, timeout_s: float, in_flight: InFlight
+    ) -> Receipt:
         """Load published weights and say what was loaded."""
         ...
 
@@ -116,9 +119,11 @@ class EngineServer:
             if request_id in self._tasks:
                 self._tasks[request_id].cancel()
 
-    async def load_weights(self, manifest: Manifest, version: int, timeout_s: float) -> Receipt:
+    async def load_weights(
+        self, manifest: Manifest, version: int, timeout_s: float, in_flight: InFlight = "recompute"
+    ) -> Receipt:
         """Load published weights and return the engine's receipt."""
-        return await self.engine.load_weights(manifest, version, timeout_s)
+        return await self.engine.load_weights(manifest, version, timeout_s, in_flight)
 
     async def health(self) -> None:
         """Raise if the engine cannot serve."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from molt.rollout.spec import EngineOptions
+from molt.rollout.spec import EngineOptions, InFlight
 from molt.rollout.weights import Manifest
 from molt.types import Generation, Sampling
 
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RECEIVER = "molt.rollout.receiver.WeightReceiver"
+
+PAUSES: dict[InFlight, tuple[Literal["keep", "wait", "abort"], bool]] = {
+    "recompute": ("keep", True),
+    "wait": ("wait", True),
+    "abort": ("abort", True),
+    "keep": ("keep", False),
+}
+"""vLLM's way to pause, and whether it clears its caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +85,8 @@ class Engine:
         self._vllm: AsyncLLM | None = None
         self._version = -1
         self._fault = ""
+        self._open = asyncio.Event()  # cleared while the weights are replaced
+        self._open.set()
 
     async def start(self) -> dict[str, int]:
         """Start vLLM and say what it is: process id, vocabulary and context length."""
@@ -96,6 +106,8 @@ class Engine:
     ) -> Generation:
         """Sample one continuation; a cancelled call frees its place in the engine.
 
+        Where new weights cut it into parts, it is put together again: no token is lost.
+
         Args:
             request_id: Unique among the requests in flight.
             token_ids: [T] the whole context so far.
@@ -105,21 +117,21 @@ class Engine:
         Raises:
             RuntimeError: No version was loaded yet, or a failed load left no usable weights.
         """
-        from vllm.inputs import tokens_input
+        generation = await self._sample(request_id, token_ids, sampling, seed)
+        while generation.finish_reason == "abort":
+            done = len(generation.token_ids)
+            rest = replace(sampling, max_tokens=sampling.max_tokens - done)
+            # With the same seed the rest would be drawn with the numbers of the beginning.
+            context = token_ids + generation.token_ids
+            generation = _join(
+                generation, await self._sample(request_id, context, rest, seed + done)
+            )
+        return generation
 
-        engine = self._usable()
-        if self._version < 0:
-            raise RuntimeError("the engine has no weights of the policy yet")
-        final = None
-        params = _sampling_params(sampling, seed)
-        async for output in engine.generate(tokens_input(token_ids), params, request_id):
-            final = output
-        if final is None:
-            raise RuntimeError(f"vLLM ended request {request_id} without an output")
-        return _generation(final.outputs[0])
-
-    async def load_weights(self, manifest: Manifest, version: int, timeout_s: float) -> Receipt:
-        """Replace the weights; requests in flight go on with the new ones from where they are.
+    async def load_weights(
+        self, manifest: Manifest, version: int, timeout_s: float, in_flight: InFlight = "recompute"
+    ) -> Receipt:
+        """Replace the weights; requests that come in meanwhile are held back.
 
         A refused load (names, shapes or digest differ) leaves the version that was served before.
         A load that broke off, or took too long, may have left anything: the engine then stays
@@ -129,29 +141,30 @@ class Engine:
             manifest: What the trainer published.
             version: The policy version that it is.
             timeout_s: Most seconds until the new version is served.
+            in_flight: What becomes of the requests in flight.
 
         Raises:
             RuntimeError: The load was refused, broke off or took too long.
         """
         self._usable()
         report: dict[str, Any] = {}
+        self._open.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                report = await self._swap(manifest, version)
+                report = await self._swap(manifest, version, in_flight)
         except TimeoutError as error:
             message = f"the engine did not load version {version} within {timeout_s:g} s"
             raise RuntimeError(message) from error
         finally:
             # Whatever ended the load before its report, the weights are not to be generated with.
-            # Requests that come in meanwhile wait, because vLLM is paused.
             if not report:
                 self._fault = f"its load of version {version} did not end well"
+            self._open.set()
         if report["problem"]:
             kept = f"version {self._version}" if self._version >= 0 else "no version"
             raise RuntimeError(
                 f"the engine refused version {version} and serves {kept}: {report['problem']}"
             )
-        self._version = version
         return Receipt(version=version, digest=report["digest"], num_tensors=report["num_tensors"])
 
     async def health(self) -> None:
@@ -164,10 +177,29 @@ class Engine:
             self._vllm.shutdown()
             self._vllm = None
 
-    async def _swap(self, manifest: Manifest, version: int) -> dict[str, Any]:
+    async def _sample(
+        self, request_id: str, token_ids: list[int], sampling: Sampling, seed: int
+    ) -> Generation:
+        """Sample until the end, or until new weights abort the request."""
+        from vllm.inputs import tokens_input
+
+        await self._open.wait()
+        engine = self._usable()
+        if self._version < 0:
+            raise RuntimeError("the engine has no weights of the policy yet")
+        # Cached keys and values are found by this name, and so never under another version.
+        prompt = tokens_input(token_ids, cache_salt=f"version {self._version}")
+        final = None
+        async for output in engine.generate(prompt, _sampling_params(sampling, seed), request_id):
+            final = output
+        if final is None:
+            raise RuntimeError(f"vLLM ended request {request_id} without an output")
+        return _generation(final.outputs[0])
+
+    async def _swap(self, manifest: Manifest, version: int, in_flight: InFlight) -> dict[str, Any]:
         engine = self._core()
-        # The cache holds keys and values of the weights that go; kept requests compute theirs anew.
-        await self._call(engine.pause_generation(mode="keep", clear_cache=True))
+        mode, clear_cache = PAUSES[in_flight]
+        await self._call(engine.pause_generation(mode=mode, clear_cache=clear_cache))
         rpc = engine.collective_rpc("receive_weights", args=(manifest.to_json(),))
         reports = await self._call(rpc)
         problems = [report["problem"] for report in reports if report["problem"]]
@@ -175,6 +207,7 @@ class Engine:
             raise RuntimeError(f"only some of the engine's workers loaded: {problems[0]}")
         if not problems:
             await self._call(engine.update_weight_version(str(version)))
+            self._version = version
         await self._call(engine.resume_generation())
         return reports[0]
 
@@ -255,6 +288,15 @@ def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _join(first: Generation, second: Generation) -> Generation:
+    return Generation(
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        policy_versions=first.policy_versions + second.policy_versions,
+        finish_reason=second.finish_reason,
     )
 
 

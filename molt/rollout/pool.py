@@ -21,7 +21,7 @@ from molt.rollout.buffer import START
 from molt.rollout.client import EngineLike, EngineServer
 from molt.rollout.engine import Engine, Receipt, engine_env
 from molt.rollout.producer import Delivery, Producer
-from molt.rollout.spec import EngineOptions, RolloutSpec
+from molt.rollout.spec import EngineOptions, InFlight, RolloutSpec
 from molt.rollout.waits import Waits
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker
@@ -172,19 +172,23 @@ class RolloutPool:
         groups = [pickle.loads(group) for group in packed]
         return [trajectory for group in groups for trajectory in group.trajectories]
 
-    def load_weights(self, manifest: Manifest, version: int, timeout_s: float) -> list[Receipt]:
+    def load_weights(
+        self, manifest: Manifest, version: int, timeout_s: float, in_flight: InFlight = "recompute"
+    ) -> list[Receipt]:
         """Make every engine serve published weights, then let the producer know.
 
         Args:
             manifest: What was published.
             version: The policy version it is.
             timeout_s: Seconds the engines have.
+            in_flight: What becomes of the requests in flight.
 
         Raises:
             RuntimeError: If an engine loaded something else than was published.
         """
         self.ready()  # an engine that failed to start says why here, and has a deadline of its own
-        calls = [e.load_weights.remote(manifest, version, timeout_s) for e in self._engines]
+        wanted = (manifest, version, timeout_s, in_flight)
+        calls = [engine.load_weights.remote(*wanted) for engine in self._engines]
         receipts = self._get(calls, timeout_s)
         for index, receipt in enumerate(receipts):
             if (receipt.digest, receipt.version) != (manifest.digest, version):

@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from molt.agents import Env, Limits
 from molt.algo import GroupFilter, Shaping
 from molt.tasks import TaskSet
 from molt.types import Sampling
+
+InFlight = Literal["recompute", "wait", "abort", "keep"]
+"""What becomes of the requests in flight when an engine's weights are replaced.
+
+``recompute`` pauses them, and they go on with their keys and values computed anew; ``abort`` ends
+them, and they are sent again with what they have; ``wait`` lets them finish first; ``keep`` pauses
+them, and they go on with the keys and values of the old weights.
+"""
 
 OWN_ARGS = (
     "model",

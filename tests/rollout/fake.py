@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from molt.rollout.engine import Receipt
-from molt.rollout.spec import EngineOptions
+from molt.rollout.spec import EngineOptions, InFlight
 from molt.rollout.weights import Manifest
 from molt.types import Generation, Sampling, Task
 
@@ -50,7 +50,9 @@ class FakeEngine:
             finish_reason="stop",
         )
 
-    async def load_weights(self, manifest: Manifest, version: int, timeout_s: float) -> Receipt:
+    async def load_weights(
+        self, manifest: Manifest, version: int, timeout_s: float, in_flight: InFlight
+    ) -> Receipt:
         self.version = version
         return Receipt(version=version, digest=manifest.digest, num_tensors=len(manifest.specs))
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import pickle
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
-from molt.agents import Limits, SingleTurn
+from molt.agents import Env, Limits, Observation, SingleTurn, StepResult
 from molt.algo import GroupFilter, Shaping, ZeroVarianceFilter
 from molt.rollout.client import EngineServer
 from molt.rollout.producer import Producer
@@ -254,6 +257,63 @@ def test_a_resumed_run_generates_what_was_not_trained(spec):
     # the checkpoint before step 1 holds one step of two; the rest comes again, token for token
     assert {**first, **resumed} == whole
     assert len(resumed) == 3
+
+
+class ThreeTurns(Env):
+    """Asks three times."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.turns = 0
+        return Observation(messages=task.messages)
+
+    async def step(self, action: str) -> StepResult:
+        self.turns += 1
+        again = [{"role": "user", "content": "Again."}]
+        return StepResult(messages=again, reward=1.0, terminated=self.turns == 3)
+
+
+class Asked(FakeEngine):
+    """Remembers which trajectory each request was for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: Counter[str] = Counter()
+
+    async def generate(
+        self, request_id: str, token_ids: list[int], sampling: Sampling, seed: int
+    ) -> Generation:
+        self.asked[request_id.rpartition("/")[0]] += 1
+        await asyncio.sleep(0)  # others ask meanwhile
+        return await super().generate(request_id, token_ids, sampling, seed)
+
+
+def test_members_spread_over_the_engines_and_each_attempt_stays_on_its_own(spec):
+    spec = replace(
+        spec, agent=ThreeTurns(), group_size=3, lookahead=1, max_staleness=1,
+        limits=replace(spec.limits, max_turns=3),
+    )  # fmt: skip
+
+    async def main() -> list[Counter[str]]:
+        make = partial(Asked, spec.model, EngineOptions(), "float32", 0)
+        servers = [EngineServer(make) for _ in range(2)]
+        worker = RolloutWorker(spec, [Local(server) for server in servers])
+        producer = Producer(spec, [Local(worker)])
+        await producer.begin(0, None)
+        for step in range(2):
+            for server in servers:
+                await server.load_weights(Manifest(path="", specs=(), digest=""), step, 1)
+            await producer.set_version(step)
+            groups = await batch(producer, step)
+            assert {t.num_turns for group in groups for t in group.trajectories} == {3}
+        return [server.engine.asked for server in servers]
+
+    first, second = asyncio.run(main())
+    # Two steps of two groups of three, each attempt whole on one engine, half of them on each.
+    attempts = [f"g{group}/{member}" for group in range(4) for member in range(3)]
+    assert sorted([*first, *second]) == attempts
+    assert {*first.values(), *second.values()} == {3}
+    assert len(first) == len(second)
+    assert {name.partition("/")[0] for name in first} & {name.partition("/")[0] for name in second}
 
 
 def test_turn_seeds_are_stable_and_differ_in_every_part():
