@@ -3,13 +3,14 @@
 A action tokens of a row, N action tokens of the whole batch.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
+from torchmetrics.functional import explained_variance
 
 from molt.algo import GAE, PolicyLoss, value_loss
 from molt.credit import action_tokens, score_tokens
@@ -65,6 +66,7 @@ class PPOModule(PolicyModule):
         self.critic_warmup_steps = critic_warmup_steps
         self.value_clip = value_clip
         self.critic: Critic | None = None
+        self.returns = torch.empty(0)  # [N] of the batch that is trained now
 
     def configure_model(self) -> None:
         """Build policy, reference model and critic, sharded over the ranks."""
@@ -93,21 +95,23 @@ class PPOModule(PolicyModule):
             assert self.critic is not None
             batch.values = score_tokens(self.strategy, self.critic.values, batch, "values")
 
+    def prepare(self, batch: Batch) -> None:
+        """Say what the values of the batch should be too: unwhitened advantages plus values."""
+        super().prepare(batch)
+        assert batch.values is not None
+        # Under the KL coefficient of the credit: it moves once the batch is trained.
+        tokens = action_tokens(self.kl, self.kl_coef, [batch])
+        self.returns = self.gae.advantages(tokens) + batch.values
+
     def update(self) -> float:
         """Update the policy; while the critic warms up, the step counts and changes nothing."""
         if self.trainer.global_step < self.critic_warmup_steps:
             self.policy_optimizer.zero_grad()
         return super().update()
 
-    def returns(self, batch: Batch) -> Tensor:
-        """Return what the values [N] of a batch should be: unwhitened advantages plus values."""
-        tokens = action_tokens(self.kl, self.kl_coef, [batch])
-        assert batch.values is not None
-        return self.gae.advantages(tokens) + batch.values
-
     def train_critic(self, batch: Batch) -> None:
         """Move the critic towards the returns, and report how well it foretold them."""
-        critic, old_values, returns = self.critic, batch.values, self.returns(batch)
+        critic, old_values, returns = self.critic, batch.values, self.returns
         assert critic is not None
         assert old_values is not None
         total = torch.zeros((), device=self.device)
@@ -126,11 +130,10 @@ class PPOModule(PolicyModule):
         optimizer = self.strategy.optimizers[1]
         optimizer.step()
         optimizer.zero_grad()
-        unexplained = (returns - old_values).var(correction=0) / returns.var(correction=0)
         self.log_dict(
             {
                 "loss/value": self.strategy.all_reduce(total),
-                "critic/explained_variance": 1 - unexplained,
+                "critic/explained_variance": cast(Tensor, explained_variance(old_values, returns)),
                 "critic/grad_norm": grad_norm,
             }
         )

@@ -4,9 +4,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from transformers import AutoModelForCausalLM
 
+from molt.callbacks import WeightSync
+from molt.parallel import FSDP2Strategy
 from molt.rollout.engine import Receipt
 from molt.types import Group, Segment, Trajectory
 from tests.groups import make_groups
@@ -52,6 +55,22 @@ class Replay:
         return []
 
     def stop(self) -> None: ...
+
+
+def trainer(steps: int, *callbacks: pl.Callback) -> pl.Trainer:
+    """A trainer on one process that leaves nothing behind."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=FSDP2Strategy(param_dtype="float32"),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        callbacks=[WeightSync(), *callbacks],
+    )
 
 
 @lru_cache

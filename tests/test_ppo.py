@@ -1,20 +1,18 @@
 """Real fits of a tiny policy with a critic, on groups made on the spot."""
 
 from pathlib import Path
+from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from molt import PolicyModule, PPOModule, RolloutDataModule
 from molt.agents import SingleTurn
-from molt.algo import GAE
-from molt.callbacks import WeightSync
-from molt.parallel import FSDP2Strategy
+from molt.algo import GAE, KL
 from molt.rollout.pool import RolloutPool
 from tests.models import tiny_dense, tiny_moe
-from tests.replay import Replay
+from tests.replay import Replay, trainer
 from tests.rollout.fake import Rows
 from tests.test_updates import Watch, values
 
@@ -33,7 +31,7 @@ def fit(
     watch: Values,
     ckpt_path: Path | None = None,
     tokens_per_micro_batch: int = 60,
-    warmup: int = 2,
+    **options: Any,
 ) -> PPOModule:
     """Batches of four groups, in two minibatches."""
     torch.manual_seed(0)
@@ -42,8 +40,9 @@ def fit(
         estimator=GAE(gamma=0.9, lam=0.8),
         proximal="recompute",
         critic_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-        critic_warmup_steps=warmup,
+        critic_warmup_steps=2,
         max_grad_norm=0.0,
+        **options,
     )
     data = RolloutDataModule(
         tasks=Rows(40),
@@ -53,21 +52,9 @@ def fit(
         max_staleness=99,
         tokens_per_micro_batch=tokens_per_micro_batch,
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=FSDP2Strategy(param_dtype="float32"),
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        callbacks=[WeightSync(), watch],
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RolloutPool, "start", lambda spec, *_: Replay(spec.model, 4))
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
+        trainer(steps, watch).fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
     return module
 
 
@@ -116,15 +103,21 @@ def test_the_critic_does_not_see_how_a_batch_is_split(run, folder: str, tokens_p
             assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
 
 
+def test_the_critic_learns_the_rewards_that_the_credit_was_assigned_by(folder: str, tmp_path: Path):
+    """The KL coefficient moves with the last update of a batch, whose returns it must not touch."""
+    reference, found = str(tiny_dense(tmp_path / "reference", seed=1)), {}
+    for target in (None, 1e-6):
+        watch = Values()
+        kl = KL(coef=0.1, kind="k1", place="reward", target=target, horizon=1)
+        found[target] = (fit(folder, 4, watch, kl=kl, reference=reference).kl_coef, watch.steps)
+    assert found[None][0] != found[1e-6][0]
+    moved, fixed = ([step["loss/value"] for step in found[t][1]] for t in (1e-6, None))
+    assert moved[:2] == fixed[:2]
+    assert moved[2:] != fixed[2:]
+
+
 def test_an_estimator_of_values_needs_a_critic(folder: str):
     module = PolicyModule(folder, estimator=GAE())
     data = RolloutDataModule(tasks=Rows(4), agent=SingleTurn(lambda task, answer: 0.0))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=FSDP2Strategy(param_dtype="float32"),
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[WeightSync()],
-    )
     with pytest.raises(ValueError, match=r"estimator=GAE needs .*class_path=molt\.PPOModule"):
-        trainer.fit(module, datamodule=data)
+        trainer(1).fit(module, datamodule=data)

@@ -14,11 +14,10 @@ from molt.agents import SingleTurn
 from molt.algo import KL, GSPOLoss, PPOLoss, ReinforcePlusPlus
 from molt.callbacks import WeightSync
 from molt.configuration import MoltCLI
-from molt.parallel import FSDP2Strategy
 from molt.rollout.pool import RolloutPool
 from molt.types import Batch
 from tests.models import tiny_dense
-from tests.replay import Replay
+from tests.replay import Replay, trainer
 from tests.rollout.fake import Rows
 from tests.runs import ROOT
 
@@ -85,19 +84,7 @@ def fit(folders: tuple[str, str], watch: Watch, steps: int, ckpt_path: Path | No
         max_staleness=8,
         tokens_per_micro_batch=60,
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=FSDP2Strategy(param_dtype="float32"),
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        callbacks=[WeightSync(), watch],
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
+    trainer(steps, watch).fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
     return module
 
 
