@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from molt.batches import token_staleness
 from molt.module import PolicyModule
 from molt.types import Batch
 
@@ -54,6 +55,7 @@ def changes(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, 
     return {
         **{f"rollout/{key}": now[key] for key in QUEUES},
         **faults,
+        "rollout/filtered_groups": now["groups_filtered"],
         "rollout/error_frac": sum(faults.values()) / max(since["attempts"], 1),
         "time/wait_trainer_s": since["idle_s"],
     }
@@ -70,8 +72,7 @@ def shares(step_s: float, trainer_waited_s: float, rollouts_waited_s: float) -> 
 
 def log_staleness(trainer: pl.Trainer, batch: Batch) -> None:
     """Add the histogram of the step, one bin for each number of steps."""
-    versions = [s.policy_versions[s.action_mask] for t in batch.trajectories for s in t.segments]
-    staleness = batch.step - np.concatenate([np.zeros(0, np.int64), *versions])
+    staleness = token_staleness(batch.trajectories, batch.step)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and len(staleness):
             bins = (np.arange(staleness.max() + 2) - 0.5).tolist()

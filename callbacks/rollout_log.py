@@ -12,7 +12,7 @@ from rich.table import Table
 
 from molt.evaluation import EvalBatch
 from molt.recording import FOLDER, batch_path, write_batch
-from molt.types import Batch, Group, Trajectory
+from molt.types import Batch, Trajectory
 
 
 class RolloutLog(pl.Callback):
@@ -73,7 +73,8 @@ class RolloutLog(pl.Callback):
                 file.writelines(
                     json.dumps(record(trajectory)) + "\n" for trajectory in batch.trajectories
                 )
-            write_batch(batch_path(path.parent / FOLDER, batch_idx), finished_groups(batch))
+            finished = [g for g in batch.groups if all(t.outcome.trains for t in g.trajectories)]
+            write_batch(batch_path(path.parent / FOLDER, batch_idx), finished)
         if self.console:
             Console().print(table(batch.trajectories, "rollouts"))
 
@@ -98,24 +99,6 @@ def columns(trajectory: Trajectory) -> tuple[str, ...]:
         "-".join(map(str, span)),
         "\n".join(said),
     )
-
-
-def finished_groups(batch: EvalBatch) -> list[Group]:
-    """Return the groups of a batch in which no attempt failed."""
-    members: dict[str, list[Trajectory]] = {}
-    for trajectory in batch.trajectories:
-        members.setdefault(trajectory.id.rpartition("/")[0], []).append(trajectory)
-    return [
-        Group(
-            id=name,
-            task_id=trajectories[0].task_id,
-            ordinal=ordinal,
-            version=min(trajectory.oldest_version for trajectory in trajectories),
-            trajectories=tuple(trajectories),
-        )
-        for ordinal, (name, trajectories) in enumerate(members.items())
-        if all(trajectory.outcome.trains for trajectory in trajectories)
-    ]
 
 
 HEADER = ("reward", "outcome", "tokens", "version", "conversation")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from molt.algo import Shaping
 from molt.metrics import rollout_metrics
@@ -98,10 +99,15 @@ def split(
     }
 
 
+def token_staleness(trajectories: Sequence[Trajectory], step: int) -> NDArray[np.int64]:
+    """Return how many steps before ``step`` each action token of the trajectories was sampled."""
+    versions = [s.policy_versions[s.action_mask] for t in trajectories for s in t.segments]
+    return step - np.concatenate([np.zeros(0, np.int64), *versions])
+
+
 def staleness_metrics(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
     """Measure how many steps before ``step`` the action tokens were sampled."""
-    versions = [s.policy_versions[s.action_mask] for t in trajectories for s in t.segments]
-    staleness = step - np.concatenate([np.zeros(0, np.int64), *versions])
+    staleness = token_staleness(trajectories, step)
     return {
         "policy/staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
         "policy/staleness_max": float(staleness.max(initial=0)),
@@ -112,8 +118,7 @@ def check_staleness(groups: Sequence[Group], step: int, max_staleness: int) -> N
     """Raise where a token is older than the bound, or newer than the weights: a bug of ours."""
     for group in groups:
         for trajectory in group.trajectories:
-            versions = [s.policy_versions[s.action_mask] for s in trajectory.segments]
-            staleness = step - np.concatenate([np.zeros(0, np.int64), *versions])
+            staleness = token_staleness([trajectory], step)
             if staleness.size and not (0 <= staleness.min() <= staleness.max() <= max_staleness):
                 raise RuntimeError(
                     f"step {step}: trajectory {trajectory.id} holds tokens of staleness "

@@ -353,14 +353,12 @@ class RolloutLoader:
                 return
             batches = self.batches(groups, trainer.global_step - first)
             data.taken, waited = (groups, batches), perf_counter() - started
-            filtered = self.num_filtered() if data.filters and data.replay is None else 0.0
             last = min(data.updates_per_batch, first + end - trainer.global_step)
             for update in range(first, last):
                 batch = batches[update % data.minibatches]
                 batch.move_to(trainer.global_step)
                 batch.metrics |= staleness_metrics(batch.trajectories, batch.step)
                 batch.metrics["time/wait_rollouts_s"] = waited if update == first else 0.0
-                batch.metrics["rollout/filtered_groups"] = filtered
                 yield batch
 
     def next_groups(self, batch_index: int) -> list[Group] | None:
@@ -375,11 +373,6 @@ class RolloutLoader:
         if groups is not None and data.recording is not None:
             write_batch(batch_path(data.recording, batch_index), groups)
         return data.strategy.broadcast(groups)
-
-    def num_filtered(self) -> float:
-        """Return how many groups the filters have dropped so far."""
-        stats = self.data.pool.stats() if self.data.pool is not None else None
-        return self.data.strategy.broadcast(stats)["groups_filtered"]
 
     def batches(self, groups: list[Group], step: int) -> list[Batch]:
         """Check the groups and pack this rank's share, one batch for each minibatch.

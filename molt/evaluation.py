@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from molt.tasks import TaskSet
-from molt.types import Sampling, Trajectory
+from molt.types import Group, Sampling, Trajectory
 
 if TYPE_CHECKING:
     from molt.data import RolloutDataModule
@@ -36,8 +36,13 @@ class EvalBatch:
 
     name: str
     """Name of the task set."""
-    trajectories: list[Trajectory]
-    """One or more attempts at each task."""
+    groups: list[Group]
+    """One or more attempts at each task, faults among them."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All attempts."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
 
 
 class EvalLoader:
@@ -58,12 +63,12 @@ class EvalLoader:
     def __iter__(self) -> Iterator[EvalBatch]:
         """Yield each slice once all of its attempts have ended."""
         for name, first, stop in self.slices:
-            trajectories = None
+            groups = None
             if self.data.pool is not None:
-                trajectories = self.data.pool.evaluate(name, self.data.timeout_s, first, stop)
-            trajectories = self.data.strategy.broadcast(trajectories)
-            check_version(trajectories, self.data.run.global_step)
-            yield EvalBatch(name=name, trajectories=trajectories)
+                groups = self.data.pool.evaluate(name, self.data.timeout_s, first, stop)
+            batch = EvalBatch(name=name, groups=self.data.strategy.broadcast(groups))
+            check_version(batch.trajectories, self.data.run.global_step)
+            yield batch
 
 
 def check_version(trajectories: Sequence[Trajectory], version: int) -> None:

@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from molt.types import Outcome, Trajectory
+from molt.types import Group, Outcome, Trajectory
 
 PASSED = 1.0
 """A score that counts as solved."""
@@ -147,21 +147,21 @@ def rollout_metrics(
     }
 
 
-def evaluation_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def evaluation_metrics(name: str, groups: Sequence[Group]) -> dict[str, float]:
     """Score one task set; an attempt that failed counts as a score of 0.
 
     Args:
         name: Name of the task set.
-        trajectories: As many attempts at each of its tasks; the id says which belong together.
+        groups: As many attempts at each of its tasks.
     """
-    scores = [t.score if t.outcome.trains else 0.0 for t in trajectories]
-    passed: dict[str, list[bool]] = {}
-    for trajectory, score in zip(trajectories, scores, strict=True):
-        passed.setdefault(trajectory.id.rpartition("/")[0], []).append(score >= PASSED)
+    trajectories = [t for group in groups for t in group.trajectories]
+    scores = [
+        [t.score if t.outcome.trains else 0.0 for t in group.trajectories] for group in groups
+    ]
     figures = {
-        "mean": fmean(scores),
+        "mean": fmean(score for row in scores for score in row),
         "error_frac": fmean(not t.outcome.trains for t in trajectories),
-        **pass_metrics(list(passed.values())),
+        **pass_metrics([[score >= PASSED for score in row] for row in scores]),
     }
     return {f"eval/{name}/{key}": value for key, value in figures.items()}
 

@@ -269,7 +269,7 @@ class PolicyModule(pl.LightningModule):
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Log the scores of one task set."""
-        metrics = evaluation_metrics(batch.name, batch.trajectories)
+        metrics = evaluation_metrics(batch.name, batch.groups)
         self.log_dict(metrics, sync_dist=True, batch_size=1)
 
     def test_step(self, batch: EvalBatch, batch_idx: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from molt.callbacks import SaveCheckpoint, WeightSync
 from molt.evaluation import EvalOptions, check_version
 from molt.metrics import evaluation_metrics, pass_at_k, pass_metrics
-from molt.types import Outcome, Trajectory
+from molt.types import Group, Outcome, Trajectory
 from tests.groups import make_groups
 
 
@@ -38,17 +38,24 @@ def test_pass_at_k_has_an_interval_that_is_the_same_every_time():
     assert pass_metrics([[True], [True]])["pass@1_low"] == 1
 
 
-def attempt(task: int, member: int, score: float, outcome: Outcome) -> Trajectory:
+def attempts(task: int, *ends: tuple[float, Outcome]) -> Group:
     name = f"all-{task}"
-    return Trajectory(
-        id=f"{name}/{member}", task_id=name, segments=(), reward=0, score=score, outcome=outcome
+    trajectories = tuple(
+        Trajectory(
+            id=f"{name}/{i}", task_id=name, segments=(), reward=0, score=score, outcome=outcome
+        )
+        for i, (score, outcome) in enumerate(ends)
     )
+    return Group(id=name, task_id=name, ordinal=task, version=0, trajectories=trajectories)
 
 
 def test_an_attempt_that_failed_counts_as_one_that_did_not_solve_the_task():
     done, fault = Outcome.COMPLETED, Outcome.INFRASTRUCTURE_FAULT
-    rows = [(0, 0, 1.0, done), (0, 1, 1.0, fault), (1, 0, 0.5, Outcome.TRUNCATED), (1, 1, 0, done)]
-    figures = evaluation_metrics("all", [attempt(*row) for row in rows])
+    groups = [
+        attempts(0, (1.0, done), (1.0, fault)),
+        attempts(1, (0.5, Outcome.TRUNCATED), (0, done)),
+    ]
+    figures = evaluation_metrics("all", groups)
     assert figures["eval/all/mean"] == 1.5 / 4
     assert figures["eval/all/error_frac"] == 1 / 4
     assert (figures["eval/all/pass@1"], figures["eval/all/pass@2"]) == (1 / 4, 1 / 2)

@@ -25,7 +25,7 @@ from molt.rollout.spec import EngineOptions, InFlight, RolloutSpec
 from molt.rollout.waits import Waits
 from molt.rollout.weights import Manifest
 from molt.rollout.worker import RolloutWorker
-from molt.types import Group, Trajectory
+from molt.types import Group
 
 # The far end keeps the deadline it was given; this much longer and it is dead.
 _GRACE_S = 15.0
@@ -156,7 +156,7 @@ class RolloutPool:
 
     def evaluate(
         self, name: str, timeout_s: float, first: int = 0, stop: int | None = None
-    ) -> list[Trajectory]:
+    ) -> list[Group]:
         """Try the tasks of an evaluation set.
 
         Args:
@@ -166,11 +166,10 @@ class RolloutPool:
             stop: The task to stop before; None tries all that follow.
 
         Returns:
-            ``eval_group_size`` trajectories for each task, faults among them.
+            A group of ``eval_group_size`` trajectories for each task, faults among them.
         """
         packed = self._get(self._producer.evaluate.remote(name, first, stop), timeout_s)
-        groups = [pickle.loads(group) for group in packed]
-        return [trajectory for group in groups for trajectory in group.trajectories]
+        return [pickle.loads(group) for group in packed]
 
     def load_weights(
         self, manifest: Manifest, version: int, timeout_s: float, in_flight: InFlight = "recompute"

@@ -35,11 +35,13 @@ def test_counters_become_what_happened_since_the_last_step():
     now = {
         **{"attempts": 18, "environment_faults": 2, "infrastructure_faults": 3, "idle_s": 4.0},
         **{"groups_in_flight": 5, "groups_ready": 2, "requests_in_flight": 17},
+        "groups_filtered": 3,
     }
     assert changes(before, now) == {
         "rollout/groups_in_flight": 5,
         "rollout/groups_ready": 2,
         "rollout/requests_in_flight": 17,
+        "rollout/filtered_groups": 3,
         "rollout/environment_faults": 1,
         "rollout/infrastructure_faults": 1,
         "rollout/error_frac": 2 / 8,

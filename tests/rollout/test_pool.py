@@ -82,7 +82,7 @@ def test_a_pass_trains_every_task_once_within_the_bound(start, spec):
                 assert trajectory.reward == len(trajectory.messages[-1]["content"])
     held_out = pool.evaluate("held_out", 30)
     assert [t.task_id for t in held_out] == ["held_out:0", "held_out:1", "held_out:2"]
-    assert [t.oldest_version for t in held_out] == [2, 2, 2]
+    assert [t.oldest_version for g in held_out for t in g.trajectories] == [2, 2, 2]
     assert pool.position == {"cursor": 5, "ahead": []}
     assert pool.stats()["attempts"] == 15
     children = psutil.Process().children(recursive=True)
