@@ -360,6 +360,7 @@ class RolloutLoader:
                 batch.metrics |= staleness_metrics(batch.trajectories, batch.step)
                 batch.metrics["time/wait_rollouts_s"] = waited if update == first else 0.0
                 yield batch
+            batches.clear()  # each knows this list: the cycle would keep them for many steps
 
     def next_groups(self, batch_index: int) -> list[Group] | None:
         """Wait for the groups of a batch on rank 0, and hand them to every rank."""

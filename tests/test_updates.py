@@ -1,6 +1,8 @@
 """Real fits of a tiny policy on groups made on the spot: several updates, presets, resume."""
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,34 @@ def test_a_run_resumed_between_two_updates_is_the_undisturbed_one_bit_for_bit(ru
     wanted = values(run[0].policy)
     for name, value in values(module.policy).items():
         assert torch.equal(value, wanted[name]), name
+
+
+class Rewards(pl.Callback):
+    """Remembers the rewards of every batch, and keeps none of them."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[torch.Tensor]] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch: Batch, batch_idx: int) -> None:
+        self.refs.append(weakref.ref(batch.rewards))
+
+
+def test_a_trained_batch_is_let_go_without_a_garbage_collection(folders):
+    data = RolloutDataModule(
+        tasks=Rows(20),
+        agent=SingleTurn(lambda task, answer: 0.0),
+        groups_per_step=2,
+        max_staleness=8,
+    )
+    rewards = Rewards()
+    gc.disable()
+    try:
+        trainer(6, rewards).fit(PolicyModule(folders[0]), datamodule=data)
+        alive = [ref() is not None for ref in rewards.refs]
+    finally:
+        gc.enable()
+    assert len(alive) == 6
+    assert not any(alive[:4])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
