@@ -9,12 +9,10 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from molt.rollout.buffer import START
@@ -31,7 +29,6 @@ from molt.types import Group
 _GRACE_S = 15.0
 _START_S = 1800.0  # a large model takes minutes to start, on a busy machine many
 _ASK_S = 0.5
-_GOODBYE_S = 2.0
 _OBJECT_STORE_BYTES = 512 << 20
 _MAX_CONCURRENCY = 10_000
 
@@ -221,11 +218,7 @@ class RolloutPool:
             return
         for actor in (self._producer, *self._workers, *self._engines):
             ray.kill(actor)
-        started = _ray_processes(ray.get_runtime_context().get_session_name())
         ray.shutdown()
-        for process in psutil.wait_procs(started, timeout=_GOODBYE_S)[1]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
 
     def _get(self, refs: Any, patience_s: float) -> Any:
         """Wait for a remote call and raise what it raised, as it was raised there."""
@@ -271,20 +264,6 @@ def _connect(cpus: int, gpus: int, options: EngineOptions) -> None:
                 f"{options.tensor_parallel} needs {needed} {kind}s in the Ray cluster, "
                 f"which has {resources.get(kind, 0):.0f}"
             )
-
-
-def _ray_processes(session: str) -> list[psutil.Process]:
-    """Return what this process started for a Ray session: some of it outlives a shutdown a while.
-
-    A process that was just being started goes on looking for a raylet that is gone.
-    """
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            parents = [process, *process.parents()]
-            if any(session in part for parent in parents for part in parent.cmdline()):
-                found.append(process)
-    return found
 
 
 def _environment() -> dict[str, str]:
