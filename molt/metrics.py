@@ -80,6 +80,7 @@ METRICS: dict[str, Metric] = {
     "loss/total": Metric("The loss that was differentiated."),
     "loss/policy": Metric("Its policy part."),
     "loss/kl": Metric("Its KL penalty."),
+    "loss/router_aux": Metric("Its part for an uneven load of the experts."),
     "loss/value": Metric("Loss of the critic.", "falls"),
     "critic/explained_variance": Metric(
         "Share of the returns' variance that the critic foretold.", "rises, above 0"
@@ -87,6 +88,10 @@ METRICS: dict[str, Metric] = {
     "critic/grad_norm": Metric("Gradient norm of the critic before clipping."),
     "loss/sft": Metric("Negative log-prob per assistant token, in nats.", "falls"),
     "loss/sft_held_out": Metric("The same on held-out demonstrations.", "falls"),
+    "moe/load_max_over_mean": Metric(
+        "Tokens of the busiest expert over the mean of its layer, in the most uneven layer.",
+        "near 1; at most experts / experts per token",
+    ),
     "optim/lr": Metric("Learning rate of the step."),
     "optim/grad_norm": Metric("Gradient norm before clipping."),
     "time/step_s": Metric("Seconds from one step to the next."),

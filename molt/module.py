@@ -31,7 +31,7 @@ from molt.credit import assign_credit, score_tokens
 from molt.data import RolloutDataModule
 from molt.evaluation import EvalBatch
 from molt.metrics import evaluation_metrics
-from molt.model import Policy
+from molt.model import Policy, PolicyOutput
 from molt.parallel import FSDP2Strategy
 from molt.preflight import check_algorithm, check_run
 from molt.tally import Tally, check_mismatch
@@ -61,6 +61,8 @@ class PolicyModule(pl.LightningModule):
             compares with, and the teacher of on-policy distillation. Null takes ``model`` where a
             penalty needs one.
         entropy_coef: Weight of the entropy bonus, per action token.
+        router_aux_coef: Weight of the loss for an uneven load of a mixture's experts, per action
+            token, in the scale of ``router_aux_loss_coef`` of transformers.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them as they are.
     """
 
@@ -79,6 +81,7 @@ class PolicyModule(pl.LightningModule):
         kl: KL = KL(),  # noqa: B008 - frozen
         reference: str | None = None,
         entropy_coef: float = 0.0,
+        router_aux_coef: float = 0.0,
         max_grad_norm: float = 1.0,
     ) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class PolicyModule(pl.LightningModule):
         self.reference_path = reference or (model if kl.needs_reference else None)
         self.reference: Policy | None = None
         self.prepared: list[Batch] | None = None  # the batches whose credit is assigned
-        self.entropy_coef = entropy_coef
+        self.entropy_coef, self.router_aux_coef = entropy_coef, router_aux_coef
         self.max_grad_norm = max_grad_norm
 
     @property
@@ -131,8 +134,8 @@ class PolicyModule(pl.LightningModule):
         self.prepare(batch)
         tally = Tally(self.device, self.strategy.param_dtype)
         for micro in self.strategy.accumulate(self.policy, batch.micro_batches):
-            logprobs, entropy = self.policy.logprobs(micro)
-            self.manual_backward(self.micro_loss(micro, logprobs, entropy, tally, batch))
+            output = self.policy.logprobs(micro)
+            self.manual_backward(self.micro_loss(micro, output, tally, batch))
         forwarded = perf_counter()
         grad_norm = self.update()
         self.report(
@@ -174,13 +177,13 @@ class PolicyModule(pl.LightningModule):
 
     def score(self, network: Policy, batch: Batch, what: str) -> Tensor:
         """Return a network's log-probs [N] of the action tokens of a whole batch."""
-        return score_tokens(self.strategy, lambda m: network.logprobs(m)[0], batch, what)
+        return score_tokens(self.strategy, lambda m: network.logprobs(m).logprobs, batch, what)
 
     def micro_loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, tally: Tally, batch: Batch
+        self, micro: MicroBatch, said: PolicyOutput, tally: Tally, batch: Batch
     ) -> Tensor:
         """Return the row's share of the loss, and count what is reported about it."""
-        current = logprobs.detach()
+        logprobs, entropy, current = said.logprobs, said.entropy, said.logprobs.detach()
         proximal = current if self.proximal == "current" else micro.proximal_logprobs
         correction, corrected = self.correction(
             proximal, micro.behavior_logprobs, micro.segment_index
@@ -198,6 +201,10 @@ class PolicyModule(pl.LightningModule):
         kl_loss = (self.kl_penalty(logprobs, micro) * micro.weights).sum()
         loss = policy_loss + kl_loss - self.entropy_coef * (entropy * micro.weights).sum()
         tally.add(micro, current, entropy.detach(), output.clipped, corrected)
+        if said.balance_loss is not None and said.expert_load is not None:
+            router_loss = self.router_aux_coef * (said.balance_loss * micro.weights).sum()
+            loss = loss + router_loss
+            tally.add_routing(said.expert_load, router_loss.detach())
         tally.add_losses(loss.detach(), policy_loss.detach(), kl_loss.detach())
         return loss
 

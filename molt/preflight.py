@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 from molt.agents import SingleTurn
 from molt.algo import KL, Estimator, TokenEstimator
 from molt.data import RolloutDataModule
+from molt.model import has_router_loss
 from molt.parallel import FSDP2Strategy
 
 
@@ -77,6 +78,7 @@ class Algorithm(Protocol):
     kl: KL
     has_critic: bool
     proximal: Literal["current", "recompute", "behavior"]
+    router_aux_coef: float
 
     @property
     def data(self) -> RolloutDataModule:
@@ -115,6 +117,15 @@ def check_algorithm(module: Algorithm) -> None:
     if needs_rewards and isinstance(data.agent, SingleTurn) and data.agent.reward is None:
         raise ValueError(
             f"data.init_args.agent gives no reward, but model.init_args.estimator={name} needs one"
+        )
+    routed = module.router_aux_coef == 0 or has_router_loss(
+        AutoConfig.from_pretrained(module.model_path)
+    )
+    if module.router_aux_coef < 0 or not routed:
+        raise ValueError(
+            f"model.init_args.router_aux_coef={module.router_aux_coef}: it must not be negative, "
+            f"and model.init_args.model={module.model_path} must be a mixture of experts with a "
+            "router_aux_loss_coef in its config.json"
         )
     if module.reference_path not in (None, module.model_path):
         check_same_tokens(module.model_path, str(module.reference_path))

@@ -96,7 +96,7 @@ class SFTModule(pl.LightningModule):
 
     def micro_loss(self, micro: MicroBatch) -> Tensor:
         """Return the row's share of the mean negative log-prob."""
-        logprobs, _ = self.policy.logprobs(micro)
+        logprobs, *_ = self.policy.logprobs(micro)
         return -(logprobs * micro.weights).sum()
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:

@@ -45,6 +45,7 @@ class Tally:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.limit = MISMATCH_LIMIT[dtype]
         self.sums = torch.zeros(len(SUMS), device=device, dtype=torch.float64)
+        self.router_loss, self.load = self.sums.new_zeros(1), self.sums.new_zeros(0, 1)  # [L, E]
         self.log_ratio_max = torch.full((1,), -torch.inf, device=device, dtype=torch.float64)
 
     def add(
@@ -78,14 +79,20 @@ class Tally:
         """Count the loss of one row, and its parts."""
         self.sums[:3] += torch.stack([total, policy, kl]).double()
 
+    def add_routing(self, load: Tensor, loss: Tensor) -> None:
+        """Count how many tokens of one row each expert served [L, E], and what that costs."""
+        self.router_loss += loss
+        self.load = load.double() + (self.load if len(self.load) else 0)
+
     def reduce(self, strategy: FSDP2Strategy) -> dict[str, float]:
         """Return the metrics of the whole step, the same on every rank."""
         # The maximum travels with the sums: every rank adds its own in a place of its own.
         maxima = self.sums.new_zeros(strategy.data_size)
         maxima[strategy.data_rank] = self.log_ratio_max[0]
-        reduced = strategy.all_reduce(torch.cat([self.sums, maxima]))
-        sums = dict(zip(SUMS, reduced[: len(SUMS)].tolist(), strict=True))
-        log_ratio_max = reduced[len(SUMS) :].max()
+        parts = [self.sums, maxima, self.router_loss, self.load.flatten()]
+        reduced = strategy.all_reduce(torch.cat(parts)).split([len(part) for part in parts])
+        sums = dict(zip(SUMS, reduced[0].tolist(), strict=True))
+        log_ratio_max = reduced[1].max()
         num_tokens, num_fresh = max(sums.pop("tokens"), 1), sums.pop("fresh")
         mismatch = sums.pop("policy/mismatch")
         figures = {
@@ -95,6 +102,10 @@ class Tally:
         figures["policy/ratio_max"] = float(log_ratio_max.exp())
         if num_fresh:
             figures["policy/mismatch"] = mismatch / num_fresh
+        if len(self.load):
+            load = reduced[3].view_as(self.load)
+            figures["loss/router_aux"] = float(reduced[2])
+            figures["moe/load_max_over_mean"] = float((load.amax(1) / load.mean(1)).max())
         return figures
 
 

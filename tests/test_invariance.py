@@ -23,6 +23,7 @@ from molt.algo import (
 )
 from molt.batches import build_batch
 from molt.credit import assign_credit
+from molt.model import PolicyOutput
 from molt.module import PolicyModule
 from molt.parallel import FSDP2Strategy
 from molt.tally import Tally
@@ -52,11 +53,11 @@ class Bigram(torch.nn.Module):
         scores = torch.randn(VOCAB, VOCAB, generator=draw, dtype=torch.float64)
         self.scores = torch.nn.Parameter(scores)
 
-    def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, micro: MicroBatch) -> PolicyOutput:
         before, token = micro.token_ids[micro.context_index], micro.token_ids[micro.action_index]
         logp = (self.scores[before] / micro.temperature[:, None]).log_softmax(-1)
         chosen, entropy = logp.gather(-1, token[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-        return chosen.float(), entropy.float()
+        return PolicyOutput(chosen.float(), entropy.float())
 
 
 class Learner(PolicyModule):
@@ -82,8 +83,7 @@ def gradient(module: Learner, rows: int, ranks: int = 1) -> tuple[Tensor, dict[s
         module.prepared = batch.siblings
         module.prepare(batch)
         for micro in batch.micro_batches:
-            logprobs, entropy = module.policy.logprobs(micro)
-            module.micro_loss(micro, logprobs, entropy, tally, batch).backward()
+            module.micro_loss(micro, module.policy.logprobs(micro), tally, batch).backward()
     return module.policy.scores.grad, tally.reduce(module.strategy)
 
 

@@ -173,3 +173,8 @@ def test_a_recording_without_a_run_folder(data: Any, model: Path, tmp_path: Path
 def test_a_strategy_that_cannot_shard(data: Any, model: Path):
     with pytest.raises(ValueError, match=r"set trainer\.strategy=molt\.parallel\.FSDP2Strategy"):
         fit(model, data(), WeightSync(), strategy="auto")
+
+
+def test_a_router_loss_without_a_router(data: Any, model: Path):
+    with pytest.raises(ValueError, match=r"router_aux_coef=0.01: .* a mixture of experts"):
+        fit(model, data(), WeightSync(), algorithm={"router_aux_coef": 0.01})

@@ -9,6 +9,7 @@ from molt.algo.advantages import (
     ReinforceBaseline,
     whiten,
 )
+from molt.algo.balance import load_balance
 from molt.algo.corrections import PRESETS, Correction, Preset
 from molt.algo.filters import DynamicFilter, GroupFilter, ZeroVarianceFilter
 from molt.algo.gae import GAE, value_loss
@@ -59,6 +60,7 @@ __all__ = [
     "TokenEstimator",
     "ZeroVarianceFilter",
     "kl_estimate",
+    "load_balance",
     "trajectory_weights",
     "value_loss",
     "whiten",

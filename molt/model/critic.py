@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from molt.model.network import last_hidden
+from molt.model.network import run
 from molt.types import MicroBatch
 
 
@@ -46,4 +46,5 @@ def critic_values(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    return head(last_hidden(model, micro)[micro.context_index].float())[:, 0]
+    hidden = run(model, micro).last_hidden_state[0]
+    return head(hidden[micro.context_index].float())[:, 0]

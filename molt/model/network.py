@@ -1,16 +1,32 @@
 """The policy network: any causal language model of transformers, asked about a packed row.
 
-P tokens of the row, A action tokens, H hidden size.
+P tokens of the row, A action tokens, H hidden size, L layers with experts, E experts of a layer.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from molt.algo import load_balance
 from molt.model.attention import AttentionPlan
 from molt.model.logprobs import linear_logprobs
 from molt.types import MicroBatch
+
+
+class PolicyOutput(NamedTuple):  # FSDP finds tensors in tuples, and not in data classes
+    """What a policy says of the action tokens of a row."""
+
+    logprobs: Tensor
+    """[A] fp32 log-probs at the sampling temperature."""
+    entropy: Tensor
+    """[A] fp32 entropies in nats."""
+    balance_loss: Tensor | None = None
+    """[A] what the uneven load of experts costs; None without experts."""
+    expert_load: Tensor | None = None
+    """[L, E] action tokens that each expert served; None without experts."""
 
 
 class Policy(PreTrainedModel):
@@ -20,8 +36,8 @@ class Policy(PreTrainedModel):
     method; the class itself only names the type.
     """
 
-    def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the action tokens of a row.
+    def logprobs(self, micro: MicroBatch) -> PolicyOutput:
+        """Return log-probs of the action tokens of a row, and what belongs to them.
 
         Args:
             micro: The row.
@@ -29,8 +45,8 @@ class Policy(PreTrainedModel):
         raise NotImplementedError
 
 
-def policy_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies of the action tokens of a row.
+def policy_logprobs(model: PreTrainedModel, micro: MicroBatch) -> PolicyOutput:
+    """Return log-probs of the action tokens of a row, and what belongs to them.
 
     A row without action tokens gives empty tensors that are still part of the graph: a rank that
     has nothing to train must take part in the collectives of both passes.
@@ -38,30 +54,49 @@ def policy_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, 
     Args:
         model: Built with ``molt.model.attention.SEGMENT_ATTENTION``.
         micro: The row.
-
-    Returns:
-        [A] fp32 log-probs at the sampling temperature, and [A] fp32 entropies in nats.
     """
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    return linear_logprobs(
-        last_hidden(model, micro)[micro.context_index],
+    routed = has_router_loss(model.config)
+    output = run(model, micro, output_router_logits=True) if routed else run(model, micro)
+    logprobs, entropy = linear_logprobs(
+        output.last_hidden_state[0][micro.context_index],
         head.weight,
         micro.token_ids[micro.action_index],
         micro.temperature,
     )
+    if not routed:
+        return PolicyOutput(logprobs, entropy)
+    balance = load_balance(
+        [logits[micro.context_index] for logits in output.router_logits],
+        model.config.get_text_config().num_experts_per_tok,
+        micro.segment_index,
+    )
+    return PolicyOutput(logprobs, entropy, *balance)
 
 
-def last_hidden(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """Return the last hidden states [P, H] of a row.
+def has_router_loss(config: PreTrainedConfig) -> bool:
+    """Return whether transformers knows a load-balancing loss for the model.
+
+    Args:
+        config: The model's.
+    """
+    known = config.get_text_config().to_dict().keys()
+    return {"router_aux_loss_coef", "num_experts_per_tok"} <= known
+
+
+def run(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Any:
+    """Return what the model below the output embedding says of a row.
 
     Args:
         model: Built with ``molt.model.attention.SEGMENT_ATTENTION``.
         micro: The row.
+        options: Further arguments of the model's forward pass.
     """
     return model.base_model(
         input_ids=micro.token_ids[None],
         position_ids=micro.position_ids[None],
         use_cache=False,
         attention_plan=AttentionPlan(micro.spans, micro.token_ids.device),
-    ).last_hidden_state[0]
+        **options,
+    )

@@ -26,7 +26,7 @@ def load(folder, attention):
 def test_a_packed_row_equals_its_segments_alone(folder):
     packed, alone = load(folder, SEGMENT_ATTENTION), load(folder, "eager")
     micro = pack(ROWS)
-    ours = policy_logprobs(packed, micro)
+    ours = policy_logprobs(packed, micro)[:2]
     theirs = tuple(torch.cat(x) for x in zip(*(plain(alone, r) for r in ROWS), strict=True))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
     loss(*ours, micro).backward()
@@ -41,10 +41,10 @@ def test_a_packed_row_equals_its_segments_alone(folder):
 
 def test_perturbing_one_segment_leaves_the_others_alone(folder):
     model, micro = load(folder, SEGMENT_ATTENTION), pack(ROWS)
-    before, _ = policy_logprobs(model, micro)
+    before, *_ = policy_logprobs(model, micro)
     span = micro.spans[3]
     micro.token_ids[span.start : span.start + span.length] += 1
-    after, _ = policy_logprobs(model, micro)
+    after, *_ = policy_logprobs(model, micro)
     changed = (before - after).abs() > 1e-6
     assert changed[micro.segment_index == 3].all()
     assert not changed[micro.segment_index != 3].any()
@@ -52,7 +52,7 @@ def test_perturbing_one_segment_leaves_the_others_alone(folder):
 
 def test_the_row_of_a_rank_with_nothing_to_train_has_a_gradient_of_zero(folder):
     model, micro = load(folder, SEGMENT_ATTENTION), pack([])
-    logprobs, entropy = policy_logprobs(model, micro)
+    logprobs, entropy, *_ = policy_logprobs(model, micro)
     loss(logprobs, entropy, micro).backward()
     assert logprobs.shape == (0,)
     for name, parameter in model.named_parameters():
@@ -80,7 +80,7 @@ def test_a_shared_prompt_changes_neither_log_probs_nor_gradients(folder):
     together, alone = load(folder, SEGMENT_ATTENTION), load(folder, SEGMENT_ATTENTION)
     shared = pack_segments(segments, range(4), step=0)
     assert len(shared.token_ids) == 7 + 9 + 6 + 6 + 3 + 12
-    ours, _ = policy_logprobs(together, shared)
+    ours, *_ = policy_logprobs(together, shared)
     rows = [pack_segments([s], [i], step=0) for i, s in enumerate(segments)]
     theirs = torch.cat([policy_logprobs(alone, row)[0] for row in rows])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)

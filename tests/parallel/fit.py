@@ -66,7 +66,7 @@ class Toy(pl.LightningModule):
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> None:
         total = torch.zeros(())
         for micro in self.trainer.strategy.accumulate(self.policy, batch):
-            value = loss(*self.policy.logprobs(micro), micro)
+            value = loss(*self.policy.logprobs(micro)[:2], micro)
             self.manual_backward(value)
             total += value.detach()
         self.trainer.strategy.clip_grad_norm_(self.policy, 1.0)

@@ -49,7 +49,7 @@ def gradients(job: dict[str, Any]) -> dict[str, Any]:
     rows, logprobs = segments(), torch.zeros(0)
     mine = [pack([rows[i] for i in row]) for row in job["rows"][strategy.data_rank]]
     for micro in strategy.accumulate(policy, mine):
-        logprobs, entropy = policy.logprobs(micro)
+        logprobs, entropy, *_ = policy.logprobs(micro)
         loss(logprobs, entropy, micro).backward()
     # Copies, because on one rank the whole gradient is the very one that clipping scales.
     grads = {name: p.grad.full_tensor().clone() for name, p in policy.named_parameters()}
@@ -92,6 +92,7 @@ def learned(job: dict[str, Any]) -> dict[str, Any]:
         kl=KL(coef=0.1, place="reward"),
         reference=job["reference"],
         entropy_coef=0.1,
+        router_aux_coef=0.1,
     )
     module.strategy = strategy
     module.policy = strategy.build_policy(job["model"])
@@ -104,8 +105,7 @@ def learned(job: dict[str, Any]) -> dict[str, Any]:
     module.prepare(batch)
     tally = Tally(torch.device("cpu"), torch.float32)
     for micro in strategy.accumulate(module.policy, batch.micro_batches):
-        logprobs, entropy = module.policy.logprobs(micro)
-        module.micro_loss(micro, logprobs, entropy, tally, batch).backward()
+        module.micro_loss(micro, module.policy.logprobs(micro), tally, batch).backward()
     named = module.policy.named_parameters()
     return {
         "gradients": {name: p.grad.full_tensor().clone() for name, p in named},

@@ -41,14 +41,15 @@ def run(settings, folders, processes, path):
         for model, folder in folders.items()
     }
     jobs |= {
-        f"learned/{groups}/{processes}": {
-            "model": str(folders["dense"]),
+        f"learned/{model}/{groups}/{processes}": {
+            "model": str(folder),
             "reference": str(folders["dense"].with_name("reference")),
             "groups": groups,
             "tokens": 1000 if processes == 1 else 30,
-            "strategy": FP32,
+            "strategy": FP32 | {"activation_checkpointing": processes == 2},
         }
         for groups in LEARNED
+        for model, folder in folders.items()
     }
     (path / "jobs.json").write_text(json.dumps(jobs))
     torchrun("gradients.py", path / "jobs.json", path / "out.pt", processes=processes)
@@ -82,8 +83,10 @@ def oracle(folders):
 
 
 @pytest.mark.parametrize("groups", LEARNED)
-def test_credit_loss_and_metrics_do_not_depend_on_the_ranks(results, groups):
-    one, two = (results[f"learned/{groups}/{n}"] for n in (1, 2))
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_credit_loss_and_metrics_do_not_depend_on_the_ranks(results, model, groups):
+    one, two = (results[f"learned/{model}/{groups}/{n}"] for n in (1, 2))
+    assert ("moe/load_max_over_mean" in one["figures"]) == (model == "moe")
     if groups == "one segment":
         assert two["actions"] == one["actions"]  # the other rank has none
     else:
