@@ -25,6 +25,7 @@ from molt.algo import (
     Preset,
     TokenEstimator,
     kl_estimate,
+    score_center,
     trajectory_weights,
 )
 from molt.credit import assign_credit, score_tokens
@@ -60,6 +61,8 @@ class PolicyModule(pl.LightningModule):
         reference: Folder (or Hub name) of a frozen model with the same tokenizer: what ``kl``
             compares with, and the teacher of on-policy distillation. Null takes ``model`` where a
             penalty needs one.
+        score_centering: Take out of the gradient what the mismatch does to its mean, with the help
+            of ``sampling.top_logprobs``.
         entropy_coef: Weight of the entropy bonus, per action token.
         router_aux_coef: Weight of the loss for an uneven load of a mixture's experts, per action
             token, in the scale of ``router_aux_loss_coef`` of transformers.
@@ -80,6 +83,7 @@ class PolicyModule(pl.LightningModule):
         proximal: Literal["current", "recompute", "behavior"] = "current",
         kl: KL = KL(),  # noqa: B008 - frozen
         reference: str | None = None,
+        score_centering: bool = False,
         entropy_coef: float = 0.0,
         router_aux_coef: float = 0.0,
         max_grad_norm: float = 1.0,
@@ -96,6 +100,7 @@ class PolicyModule(pl.LightningModule):
         self.reference_path = reference or (model if kl.needs_reference else None)
         self.reference: Policy | None = None
         self.prepared: list[Batch] | None = None  # the batches whose credit is assigned
+        self.score_centering = score_centering
         self.entropy_coef, self.router_aux_coef = entropy_coef, router_aux_coef
         self.max_grad_norm = max_grad_norm
 
@@ -196,6 +201,8 @@ class PolicyModule(pl.LightningModule):
         )
         output = self.loss(inputs)
         token_loss = output.loss * correction
+        if self.score_centering:
+            token_loss = token_loss + self.centering(said, micro)
         self.refuse_infinite(current + token_loss.detach(), micro, batch)
         policy_loss = (token_loss * micro.weights).sum()
         kl_loss = (self.kl_penalty(logprobs, micro) * micro.weights).sum()
@@ -207,6 +214,18 @@ class PolicyModule(pl.LightningModule):
             tally.add_routing(said.expert_load, router_loss.detach())
         tally.add_losses(loss.detach(), policy_loss.detach(), kl_loss.detach())
         return loss
+
+    def centering(self, said: PolicyOutput, micro: MicroBatch) -> Tensor:
+        """Return what takes the mismatch out of the mean gradient of each action token."""
+        if len(micro.top_ids) and not micro.top_ids.shape[1]:
+            raise ValueError(
+                "model.init_args.score_centering=true: a segment without data.init_args.sampling."
+                "top_logprobs cannot be trained"
+            )
+        center = score_center(
+            said.top_logprobs, micro.top_logprobs, self.correction, micro.segment_index
+        )
+        return micro.advantages * center
 
     def kl_penalty(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
         """Return what each action token of a row pays in the loss for leaving the other policy."""

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from transformers import AutoConfig, AutoTokenizer
 
 from molt.agents import SingleTurn
-from molt.algo import KL, Estimator, TokenEstimator
+from molt.algo import KL, Correction, Estimator, TokenEstimator
 from molt.data import RolloutDataModule
 from molt.model import has_router_loss
 from molt.parallel import FSDP2Strategy
@@ -78,6 +78,8 @@ class Algorithm(Protocol):
     kl: KL
     has_critic: bool
     proximal: Literal["current", "recompute", "behavior"]
+    correction: Correction
+    score_centering: bool
     router_aux_coef: float
 
     @property
@@ -118,6 +120,8 @@ def check_algorithm(module: Algorithm) -> None:
         raise ValueError(
             f"data.init_args.agent gives no reward, but model.init_args.estimator={name} needs one"
         )
+    if module.score_centering:
+        check_centering(module)
     routed = module.router_aux_coef == 0 or has_router_loss(
         AutoConfig.from_pretrained(module.model_path)
     )
@@ -129,6 +133,19 @@ def check_algorithm(module: Algorithm) -> None:
         )
     if module.reference_path not in (None, module.model_path):
         check_same_tokens(module.model_path, str(module.reference_path))
+
+
+def check_centering(module: Algorithm) -> None:
+    """Check that the mean of the gradient that score centering works on is known."""
+    correction, num_top = module.correction, module.data.sampling.top_logprobs
+    alone = correction.level in ("off", "token") and correction.gate == "ratio"
+    for needed, found, holds in (
+        ("model.init_args.proximal=current", module.proximal, module.proximal == "current"),
+        ("data.init_args.sampling.top_logprobs of at least 1", num_top, num_top > 0),
+        ("a correction by the ratios of single tokens (level: token)", correction, alone),
+    ):
+        if not holds:
+            raise ValueError(f"model.init_args.score_centering=true needs {needed}, not {found}")
 
 
 def check_same_tokens(model: str, reference: str) -> None:

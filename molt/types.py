@@ -1,7 +1,7 @@
 """All that flows between the parts: tasks, segments, trajectories, groups and batches.
 
-T tokens of a segment, A action tokens, P tokens of a packed row, S segments of a row,
-R trajectories of a batch.
+T tokens of a segment, A action tokens, K likeliest tokens in the place of one, P tokens of a packed
+row, S segments of a row, R trajectories of a batch.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Sampling:
     """Most tokens that one turn may sample."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn, beside the model's own end of sequence."""
+    top_logprobs: int = 0
+    """Likeliest tokens whose log-probs are recorded beside that of each sampled one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,10 @@ class Generation:
     """[T] the policy version that sampled each token."""
     finish_reason: str
     """``stop``, ``length`` or ``abort``."""
+    top_ids: list[list[int]] = field(default_factory=list)
+    """[T, K] the likeliest tokens in the place of each sampled one; empty where not asked for."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    """[T, K] their log-probs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +117,11 @@ class Segment:
     """Temperature the actions were sampled with."""
     finish_reason: str
     """The engine's reason for the last turn: ``stop``, ``length`` or ``abort``."""
+    top_ids: NDArray[np.int64] | None = None
+    """[T, K] the likeliest tokens in the place of each action; 0 elsewhere. None where the engine
+    was not asked for them."""
+    top_logprobs: NDArray[np.float32] | None = None
+    """[T, K] their log-probs; 0.0 elsewhere."""
 
     def __post_init__(self) -> None:
         """Refuse what could not have come from an engine."""
@@ -119,6 +130,7 @@ class Segment:
             len(self.action_mask),
             len(self.behavior_logprobs),
             len(self.policy_versions),
+            *(len(top) for top in (self.top_ids, self.top_logprobs) if top is not None),
         }
         if len(lengths) != 1:
             raise ValueError(f"the fields of a segment differ in length: {sorted(lengths)}")
@@ -235,6 +247,10 @@ class MicroBatch:
     """[A] int64, places of the tokens before them, whose hidden states predict them."""
     behavior_logprobs: Tensor
     """[A] log-probs the tokens were sampled with."""
+    top_ids: Tensor
+    """[A, K] int64, the likeliest tokens when each one was sampled; K is 0 where none is known."""
+    top_logprobs: Tensor
+    """[A, K] their log-probs then."""
     staleness: Tensor
     """[A] int64, training step minus the version that sampled the token."""
     temperature: Tensor

@@ -8,12 +8,21 @@ from molt.types import Group, Outcome, Segment, Trajectory
 SIZE = 3
 
 
-def segment(draw: torch.Generator, length: int, version: int, vocab_size: int) -> Segment:
+def segment(
+    draw: torch.Generator, length: int, version: int, vocab_size: int, num_top: int
+) -> Segment:
     """A prompt of two tokens, then actions with other tokens between."""
     mask = torch.rand(length, generator=draw) < 0.7
     mask[:2], mask[2] = False, True
     logprobs = -3 * torch.rand(length, generator=draw) * mask
+    top = {}
+    if num_top:
+        order = torch.rand(length, vocab_size, generator=draw).argsort(-1)
+        scores = torch.randn(length, vocab_size, generator=draw).log_softmax(-1)
+        top["top_ids"] = (order[:, :num_top] * mask[:, None]).numpy()
+        top["top_logprobs"] = (scores[:, :num_top] * mask[:, None]).numpy()
     return Segment(
+        **top,
         token_ids=torch.randint(vocab_size, (length,), generator=draw).numpy(),
         action_mask=mask.numpy(),
         behavior_logprobs=logprobs.float().numpy(),
@@ -24,7 +33,12 @@ def segment(draw: torch.Generator, length: int, version: int, vocab_size: int) -
 
 
 def make_groups(
-    num_groups: int, seed: int = 0, version: int = 0, vocab_size: int = 256, first: int = 0
+    num_groups: int,
+    seed: int = 0,
+    version: int = 0,
+    vocab_size: int = 256,
+    first: int = 0,
+    num_top: int = 0,
 ) -> list[Group]:
     """Groups of three trajectories, of lengths between 3 and 20 tokens."""
     draw = torch.Generator().manual_seed(seed)
@@ -34,7 +48,7 @@ def make_groups(
         for member in range(SIZE):
             number = ordinal * SIZE + member
             lengths = [3 + (7 * number + 5 * part) % 18 for part in range(1 + number % 2)]
-            segments = tuple(segment(draw, n, version, vocab_size) for n in lengths)
+            segments = tuple(segment(draw, n, version, vocab_size, num_top) for n in lengths)
             trajectories.append(
                 Trajectory(
                     id=f"g{ordinal}/{member}",

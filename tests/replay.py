@@ -21,10 +21,11 @@ class Replay:
     Args:
         folder: The model that sampled.
         groups_per_step: Groups of a batch.
+        num_top: Likeliest tokens to record.
     """
 
-    def __init__(self, folder: str, groups_per_step: int) -> None:
-        self.folder, self.groups_per_step = folder, groups_per_step
+    def __init__(self, folder: str, groups_per_step: int, num_top: int = 0) -> None:
+        self.folder, self.groups_per_step, self.num_top = folder, groups_per_step, num_top
 
     def next_batch(self, step: int, timeout_s: float, should_stop: Any) -> list[Group]:
         size = self.groups_per_step
@@ -41,9 +42,16 @@ class Replay:
     def scored(self, segment: Segment) -> Segment:
         ids = torch.from_numpy(segment.token_ids)
         scores = model(self.folder)(input_ids=ids[None]).logits[0, :-1] / segment.temperature
-        logp = scores.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        logp = torch.cat([torch.zeros(1), logp]) * torch.from_numpy(segment.action_mask)
-        return replace(segment, behavior_logprobs=logp.numpy())
+        logp, mask = scores.log_softmax(-1), torch.from_numpy(segment.action_mask)
+        sampled = torch.cat([torch.zeros(1), logp.gather(-1, ids[1:, None])[:, 0]]) * mask
+        segment = replace(segment, behavior_logprobs=sampled.numpy())
+        if not self.num_top:
+            return segment
+        top = logp.topk(self.num_top)
+        values, ids = (
+            torch.cat([x[:1], x]) * mask[:, None] for x in top
+        )  # none precedes the first
+        return replace(segment, top_ids=ids.numpy(), top_logprobs=values.numpy())
 
     def begin(self, first_step: int, position: dict[str, Any] | None) -> None:
         self.position = {"cursor": first_step * self.groups_per_step, "ahead": []}

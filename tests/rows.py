@@ -62,6 +62,8 @@ def pack(rows: list[Row]) -> MicroBatch:
         action_index=actions,
         context_index=actions - 1,
         behavior_logprobs=torch.zeros(len(index)),
+        top_ids=torch.zeros(len(index), 0, dtype=torch.long),
+        top_logprobs=torch.zeros(len(index), 0),
         staleness=torch.zeros(len(index), dtype=torch.long),
         temperature=per_action([float(row.temperature) for row in rows]),
         segment_index=index,

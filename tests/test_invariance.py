@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from molt.types import Batch, MicroBatch
 from tests.groups import make_groups
 
 VOCAB = 11
-GROUPS = make_groups(3, vocab_size=VOCAB)
+GROUPS = make_groups(3, vocab_size=VOCAB, num_top=4)
 SHAPING = Shaping(truncated="mask")
 
 
@@ -57,7 +57,8 @@ class Bigram(torch.nn.Module):
         before, token = micro.token_ids[micro.context_index], micro.token_ids[micro.action_index]
         logp = (self.scores[before] / micro.temperature[:, None]).log_softmax(-1)
         chosen, entropy = logp.gather(-1, token[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-        return PolicyOutput(chosen.float(), entropy.float())
+        top = logp.gather(-1, micro.top_ids)
+        return PolicyOutput(chosen.float(), entropy.float(), top.float())
 
 
 class Learner(PolicyModule):
@@ -115,6 +116,8 @@ class Sequence:
     current: Tensor
     reference: Tensor
     entropy: Tensor
+    top: Tensor
+    top_behavior: Tensor
 
 
 def sequences(module: Learner) -> list[Sequence]:
@@ -135,6 +138,8 @@ def sequences(module: Learner) -> list[Sequence]:
                     values[name] = logp.gather(-1, ids[mask][:, None])[:, 0]
                     if name == "current":
                         values["entropy"] = -(logp.exp() * logp).sum(-1)
+                        values["top"] = logp.gather(-1, torch.from_numpy(s.top_ids)[mask])
+                values["top_behavior"] = torch.from_numpy(s.top_logprobs)[mask]
                 behavior = torch.from_numpy(s.behavior_logprobs)[mask]
                 if module.proximal == "behavior":
                     values["proximal"] = behavior
@@ -162,6 +167,8 @@ def slow_loss(module: Learner, advantages: list[Tensor]) -> Tensor:
         }[loss.aggregation]
         for t in range(len(s.current)):
             value = slow_token(loss, s, t, advantage[t]) * slow_correction(module.correction, s, t)
+            if module.score_centering:
+                value = value + advantage[t] * slow_center(module.correction, s, t)
             total = total + weight * (value + slow_kl(module, s, t) - 0.1 * s.entropy[t])
     return total
 
@@ -203,6 +210,18 @@ def slow_correction(correction: Correction, s: Sequence, t: int) -> float:
         judged = apart[t] if correction.level == "token" else sum(apart) / len(apart)
     inside = correction.low <= judged <= correction.high
     return min(weight, correction.cap) if inside else 0.0
+
+
+def slow_center(correction: Correction, s: Sequence, t: int) -> Tensor:
+    def weight(ratio: float) -> float:
+        log = torch.tensor([math.log(ratio)])
+        return slow_correction(correction, replace(s, proximal=log, behavior=0 * log), 0)
+
+    p, q = s.top[t].exp().tolist(), s.top_behavior[t].exp().tolist()
+    rho = (1 - sum(q)) / (1 - sum(p))
+    alpha = rho * weight(1 / rho)
+    pairs = zip(p, q, s.top[t], strict=True)
+    return sum((q_v * weight(p_v / q_v) - alpha * p_v) * log_p for p_v, q_v, log_p in pairs)
 
 
 def slow_divergence(gate: str, p: float, q: float) -> float:
@@ -334,6 +353,12 @@ def test_every_loss_and_aggregation_and_correction_and_kl(loss: str, how: dict):
 @pytest.mark.parametrize("proximal", ["current", "behavior"])
 def test_the_other_proximal_policies(proximal: str):
     check(learner(estimator=ReinforceBaseline(), proximal=proximal, kl=KLS[3]))
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop", "clip", "off"])
+def test_score_centering(correction: str):
+    how = {"estimator": ReinforceBaseline(), "correction": CORRECTIONS[correction]}
+    check(learner(**how, score_centering=True))
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,23 @@ def test_a_strategy_that_cannot_shard(data: Any, model: Path):
 def test_a_router_loss_without_a_router(data: Any, model: Path):
     with pytest.raises(ValueError, match=r"router_aux_coef=0.01: .* a mixture of experts"):
         fit(model, data(), WeightSync(), algorithm={"router_aux_coef": 0.01})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sampling", "message"),
+    [
+        ({}, Sampling(), "top_logprobs of at least 1, not 0"),
+        ({"proximal": "behavior"}, Sampling(top_logprobs=4), "proximal=current, not behavior"),
+        ({"correction": "sequence_mask"}, Sampling(top_logprobs=4), "ratios of single tokens"),
+    ],
+)
+def test_score_centering_without_what_it_needs(
+    data: Any, model: Path, algorithm: dict, sampling: Sampling, message: str
+):
+    with pytest.raises(ValueError, match=f"score_centering=true needs .*{message}"):
+        fit(
+            model,
+            data(sampling=sampling),
+            WeightSync(),
+            algorithm={"score_centering": True} | algorithm,
+        )

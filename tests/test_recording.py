@@ -16,8 +16,14 @@ from molt.types import Group, Outcome, Segment, Trajectory
 
 def make_segment(seed: int, prompt: int, actions: int) -> Segment:
     draw = np.random.default_rng(seed)
+    size = (prompt + actions, 3)
+    top = {
+        "top_ids": draw.integers(0, 2**40, size),
+        "top_logprobs": -draw.exponential(size=size).astype(np.float32),
+    }
     mask = np.arange(prompt + actions) >= prompt
     return Segment(
+        **(top if prompt % 2 else {}),
         token_ids=draw.integers(0, 2**40, prompt + actions),
         action_mask=mask,
         behavior_logprobs=np.where(mask, -draw.exponential(size=len(mask)), 0).astype(np.float32),
@@ -47,9 +53,14 @@ def make_group(seed: int, lengths: list[list[tuple[int, int]]]) -> Group:
 
 def same(one: Segment, two: Segment) -> bool:
     arrays = ("token_ids", "action_mask", "behavior_logprobs", "policy_versions")
+    arrays = (*arrays, "top_ids", "top_logprobs")
     return (one.temperature, one.finish_reason) == (two.temperature, two.finish_reason) and all(
-        getattr(one, a).dtype == getattr(two, a).dtype
-        and getattr(one, a).tobytes() == getattr(two, a).tobytes()
+        getattr(one, a) is getattr(two, a) is None
+        or (
+            getattr(one, a).dtype == getattr(two, a).dtype
+            and getattr(one, a).shape == getattr(two, a).shape
+            and getattr(one, a).tobytes() == getattr(two, a).tobytes()
+        )
         for a in arrays
     )
 

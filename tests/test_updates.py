@@ -60,7 +60,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch):
     """Put groups made on the spot in place of Ray and the engines."""
 
     def start(spec, options, dtype):
-        return Replay(spec.model, spec.groups_per_step)
+        return Replay(spec.model, spec.groups_per_step, spec.sampling.top_logprobs)
 
     monkeypatch.setattr(RolloutPool, "start", start)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from molt.types import Generation, Segment
 
@@ -15,6 +18,8 @@ class Session:
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._top_ids: list[list[int]] = []
+        self._top_logprobs: list[list[float]] = []
         self._finish_reason = ""
 
     def observe(self, token_ids: list[int]) -> None:
@@ -26,6 +31,8 @@ class Session:
         self._extend(
             generation.token_ids, generation.logprobs, generation.policy_versions, action=True
         )
+        self._top_ids += generation.top_ids
+        self._top_logprobs += generation.top_logprobs
         self._finish_reason = generation.finish_reason
 
     def segments(self, temperature: float) -> tuple[Segment, ...]:
@@ -39,8 +46,18 @@ class Session:
             policy_versions=np.array(self._versions, dtype=np.int64),
             temperature=temperature,
             finish_reason=self._finish_reason,
+            top_ids=self._spread(self._top_ids, np.int64),
+            top_logprobs=self._spread(self._top_logprobs, np.float32),
         )
         return (segment,)
+
+    def _spread(self, rows: list[Any], dtype: type) -> NDArray | None:
+        """Put the rows of the actions [A, K] where these are [T, K]."""
+        if not rows:
+            return None
+        spread = np.zeros((len(self._mask), len(rows[0])), dtype)
+        spread[self._mask] = rows
+        return spread
 
     def _extend(
         self, token_ids: list[int], logprobs: list[float], versions: list[int], action: bool

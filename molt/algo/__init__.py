@@ -10,6 +10,7 @@ from molt.algo.advantages import (
     whiten,
 )
 from molt.algo.balance import load_balance
+from molt.algo.centering import score_center
 from molt.algo.corrections import PRESETS, Correction, Preset
 from molt.algo.filters import DynamicFilter, GroupFilter, ZeroVarianceFilter
 from molt.algo.gae import GAE, value_loss
@@ -61,6 +62,7 @@ __all__ = [
     "ZeroVarianceFilter",
     "kl_estimate",
     "load_balance",
+    "score_center",
     "trajectory_weights",
     "value_loss",
     "whiten",

@@ -1,6 +1,6 @@
 """Log-probs and entropies of action tokens without a tensor of the size of the vocabulary.
 
-A action tokens, H hidden size, V vocabulary, C tokens of a chunk.
+A action tokens, H hidden size, V vocabulary, C tokens of a chunk, K tokens asked about.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHUNK = 512
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log-prob of the target and entropy of ``softmax(hidden @ weight.T / temperature)``.
+    """Return log-probs of the targets and entropy of ``softmax(hidden @ weight.T / temperature)``.
 
     Both are differentiable in ``hidden`` and ``weight``. The scores are computed again in the
     backward pass, so that no more than ``CHUNK`` rows of them ever exist.
@@ -25,11 +25,11 @@ def linear_logprobs(
     Args:
         hidden: [A, H] the state that predicts each action token.
         weight: [V, H] the output embedding.
-        targets: [A] int64, the action tokens.
+        targets: [A, K] int64, the tokens to ask about: the action first, perhaps others.
         temperature: [A] what divides the scores of each token.
 
     Returns:
-        [A] fp32 log-probs, and [A] fp32 entropies in nats.
+        [A, K] fp32 log-probs, and [A] fp32 entropies in nats.
     """
     return _LinearLogprobs.apply(hidden, weight, targets, temperature.float())
 
@@ -39,13 +39,13 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty_like(temperature)
-        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        logprobs = torch.empty_like(targets, dtype=torch.float32)
+        entropy, normalizer = torch.empty_like(temperature), torch.empty_like(temperature)
         for rows in _chunks(hidden.shape[0]):
             scores = _scores(hidden[rows], weight, temperature[rows])  # [C, V]
             normalizer[rows] = scores.logsumexp(-1)
             scores -= normalizer[rows, None]
-            logprobs[rows] = scores.gather(-1, targets[rows, None])[:, 0]
+            logprobs[rows] = scores.gather(-1, targets[rows])
             entropy[rows] = -(scores.exp() * scores).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, temperature, normalizer, entropy)
         return logprobs, entropy
@@ -59,11 +59,11 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in _chunks(hidden.shape[0]):
             logp = _scores(hidden[rows], weight, temperature[rows]).sub_(normalizer[rows, None])
             # d logp(target) / d score = onehot - p;  d entropy / d score = -p (logp + entropy)
-            pull = grad_logprobs[rows, None] + grad_entropy[rows, None] * (
+            pull = grad_logprobs[rows].sum(-1, keepdim=True) + grad_entropy[rows, None] * (
                 logp + entropy[rows, None]
             )  # [C, V]
             grad = pull.mul_(logp.exp_()).neg_()
-            grad.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
+            grad.scatter_add_(-1, targets[rows], grad_logprobs[rows])
             grad = grad.div_(temperature[rows, None]).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.T @ hidden[rows]

@@ -1,12 +1,14 @@
 """The policy network: any causal language model of transformers, asked about a packed row.
 
-P tokens of the row, A action tokens, H hidden size, L layers with experts, E experts of a layer.
+P tokens of the row, A action tokens, K likeliest tokens of each context, L layers with experts,
+E experts of a layer.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -23,6 +25,8 @@ class PolicyOutput(NamedTuple):  # FSDP finds tensors in tuples, and not in data
     """[A] fp32 log-probs at the sampling temperature."""
     entropy: Tensor
     """[A] fp32 entropies in nats."""
+    top_logprobs: Tensor
+    """[A, K] fp32 log-probs of ``MicroBatch.top_ids``."""
     balance_loss: Tensor | None = None
     """[A] what the uneven load of experts costs; None without experts."""
     expert_load: Tensor | None = None
@@ -59,20 +63,23 @@ def policy_logprobs(model: PreTrainedModel, micro: MicroBatch) -> PolicyOutput:
     assert isinstance(head, nn.Linear)
     routed = has_router_loss(model.config)
     output = run(model, micro, output_router_logits=True) if routed else run(model, micro)
+    actions = micro.token_ids[micro.action_index][:, None]
     logprobs, entropy = linear_logprobs(
         output.last_hidden_state[0][micro.context_index],
         head.weight,
-        micro.token_ids[micro.action_index],
+        torch.cat([actions, micro.top_ids], 1),
         micro.temperature,
     )
+    # Copies, because FSDP cannot guard views.
+    said = PolicyOutput(logprobs[:, 0].clone(), entropy, logprobs[:, 1:].clone())
     if not routed:
-        return PolicyOutput(logprobs, entropy)
-    balance = load_balance(
+        return said
+    loss, load = load_balance(
         [logits[micro.context_index] for logits in output.router_logits],
         model.config.get_text_config().num_experts_per_tok,
         micro.segment_index,
     )
-    return PolicyOutput(logprobs, entropy, *balance)
+    return said._replace(balance_loss=loss, expert_load=load)
 
 
 def has_router_loss(config: PreTrainedConfig) -> bool:

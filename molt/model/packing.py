@@ -1,6 +1,6 @@
 """Packing: segments of any length become rows of like size, equally many on every rank.
 
-P tokens of a row, A action tokens.
+P tokens of a row, A action tokens, K likeliest tokens in the place of one.
 """
 
 from collections.abc import Sequence
@@ -124,6 +124,8 @@ def pack(
         action_index=torch.from_numpy(_concat(row.action_index, np.int64)),
         context_index=torch.from_numpy(_concat(row.context_index, np.int64)),
         behavior_logprobs=torch.from_numpy(logprobs),
+        top_ids=torch.from_numpy(_top([(s.top_ids, s) for s in laid], np.int64)),
+        top_logprobs=torch.from_numpy(_top([(s.top_logprobs, s) for s in laid], np.float32)),
         staleness=torch.from_numpy(step - versions),
         temperature=_per_action([s.temperature for s in laid], counts, torch.float32),
         segment_index=_per_action(range(len(laid)), counts, torch.int64),
@@ -172,6 +174,14 @@ class _Row:
 
 def _concat(arrays: Sequence[NDArray], dtype: type) -> NDArray:
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _top(known: Sequence[tuple[NDArray | None, Segment]], dtype: type) -> NDArray:
+    """Return the rows of actions; of width 0 where a segment lacks them."""
+    found = [top[s.action_mask] for top, s in known if top is not None]
+    if not found or len(found) < len(known):
+        return np.zeros((sum(s.num_actions for _, s in known), 0), dtype)
+    return np.concatenate(found)
 
 
 def _per_action(values: Sequence, counts: list[int], dtype: torch.dtype) -> torch.Tensor:

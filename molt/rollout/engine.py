@@ -194,7 +194,7 @@ class Engine:
             final = output
         if final is None:
             raise RuntimeError(f"vLLM ended request {request_id} without an output")
-        return _generation(final.outputs[0])
+        return _generation(final.outputs[0], sampling.top_logprobs)
 
     async def _swap(self, manifest: Manifest, version: int, in_flight: InFlight) -> dict[str, Any]:
         engine = self._core()
@@ -246,6 +246,7 @@ class Engine:
             "kv_cache_memory_bytes": int(options.kv_cache_gib * 2**30),
             # The probabilities that were sampled from: after the temperature.
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
             "worker_extension_cls": RECEIVER,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -285,7 +286,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         frequency_penalty=0.0,
         repetition_penalty=1.0,
         seed=seed,
-        logprobs=0,
+        logprobs=sampling.top_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -297,10 +298,12 @@ def _join(first: Generation, second: Generation) -> Generation:
         logprobs=first.logprobs + second.logprobs,
         policy_versions=first.policy_versions + second.policy_versions,
         finish_reason=second.finish_reason,
+        top_ids=first.top_ids + second.top_ids,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
     )
 
 
-def _generation(output: CompletionOutput) -> Generation:
+def _generation(output: CompletionOutput, num_top: int) -> Generation:
     token_ids = list(output.token_ids)
     versions = [-1] * len(token_ids)
     for span in output.weight_versions or []:
@@ -312,9 +315,13 @@ def _generation(output: CompletionOutput) -> Generation:
         assert entry is not None  # every sampled token has one; only prompt tokens may lack it
         # Rounding can lift the log-prob of a certain token a hair above 0.
         logprobs.append(min(entry[token].logprob, 0.0))
+    # The sampled token comes first, whether or not it is one of the likeliest.
+    top = [[*entry.items()][-num_top:] for entry in output.logprobs] if num_top else []
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
         policy_versions=versions,
         finish_reason=str(output.finish_reason),
+        top_ids=[[token for token, _ in row] for row in top],
+        top_logprobs=[[known.logprob for _, known in row] for row in top],
     )

@@ -29,6 +29,7 @@ OWN_ARGS = (
     "tensor_parallel_size",
     "kv_cache_memory_bytes",
     "logprobs_mode",
+    "max_logprobs",
     "worker_extension_cls",
 )
 

@@ -126,3 +126,25 @@ def test_options_that_cannot_work_are_refused() -> None:
         EngineOptions(dtype="float8")
     with pytest.raises(ValueError, match=r"engines.engine_args.logprobs_mode is set by Molt"):
         EngineOptions(engine_args={"logprobs_mode": "raw_logprobs"})
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_likeliest_tokens_are_recorded_whatever_was_sampled(
+    served: Served, temperature: float
+) -> None:
+    weights = served.sync()
+    sampling = Sampling(temperature=temperature, max_tokens=16, top_logprobs=25)
+    out = served.run(served.engine.generate("top", PROMPT, sampling, 7))
+    plain = served.run(served.ask(temperature=temperature))
+    assert out.token_ids == plain.token_ids
+    logits = served.logits(weights, PROMPT + out.token_ids)[len(PROMPT) - 1 : -1] / temperature
+    wanted = logits.log_softmax(-1).topk(25)
+    torch.testing.assert_close(
+        torch.tensor(out.top_logprobs).sort(descending=True).values,
+        wanted.values,
+        atol=1e-4,
+        rtol=0,
+    )
+    assert [set(row) for row in out.top_ids] == [set(row) for row in wanted.indices.tolist()]
+    outside = [t not in row for t, row in zip(out.token_ids, out.top_ids, strict=True)]
+    assert 0 < sum(outside) < len(outside)
