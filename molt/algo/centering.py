@@ -18,8 +18,9 @@ def score_center(
     Score centering (arXiv:2609.20807). A token y, sampled from q and weighed by f(p / q), moves the
     policy p by ``f(p_y / q_y) * grad log p_y``, whose mean over q is 0 only where p is q. Its part
     of the likeliest tokens is known and taken off: the loss gets
-    ``sum_v stop_grad(q_v * f(p_v / q_v) - alpha * p_v) * log p_v``. The others are taken to have one
-    ratio, 1 / rho with ``rho = (1 - sum q) / (1 - sum p)``, which ``alpha = rho * f(1 / rho)`` balances.
+    ``sum_v stop_grad(q_v * f(p_v / q_v) - alpha * p_v) * log p_v``. The others are taken to have
+    one ratio, 1 / rho with ``rho = (1 - sum q) / (1 - sum p)``, which ``alpha = rho * f(1 / rho)``
+    balances.
 
     Args:
         logprobs: [A, K] log p of the likeliest tokens of q, with gradient.

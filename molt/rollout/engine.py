@@ -316,7 +316,7 @@ def _generation(output: CompletionOutput, num_top: int) -> Generation:
         # Rounding can lift the log-prob of a certain token a hair above 0.
         logprobs.append(min(entry[token].logprob, 0.0))
     # The sampled token comes first, whether or not it is one of the likeliest.
-    top = [[*entry.items()][-num_top:] for entry in output.logprobs] if num_top else []
+    top = [[*entry.items()][-num_top:] for entry in output.logprobs if entry and num_top]
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,

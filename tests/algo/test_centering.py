@@ -20,7 +20,7 @@ def policies(seed: int) -> tuple[Tensor, Tensor]:
     """Scores of the policy that trains, with gradient, and log-probs of the one that samples."""
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randn(VOCAB, generator=draw, dtype=torch.float64)
-    behavior = scores + torch.randn(VOCAB, generator=draw, dtype=torch.float64)
+    behavior = scores + 0.3 * torch.randn(VOCAB, generator=draw, dtype=torch.float64)
     return scores.requires_grad_(), behavior.log_softmax(-1)
 
 
@@ -41,7 +41,7 @@ def test_with_all_tokens_known_the_mean_gradient_is_0(name: str, seed: int):
     everything = torch.arange(VOCAB)
     centered = mean_gradient(scores, behavior, everything, CORRECTIONS[name])
     torch.testing.assert_close(centered, torch.zeros_like(centered), atol=1e-12, rtol=0)
-    assert mean_gradient(scores, behavior, everything[:0], CORRECTIONS[name]).abs().max() > 0.01
+    assert mean_gradient(scores, behavior, everything[:0], CORRECTIONS[name]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
