@@ -119,7 +119,8 @@ METRICS: dict[str, Metric] = {
     ),
     "perf/memory_gib": Metric("Resident memory of the trainer process, or of its GPU."),
 }
-"""Metrics of a step; evaluation adds ``eval/<set>/{mean,error_frac}`` and ``pass_metrics``."""
+"""Metrics of a step; a mixture of task sets adds ``reward/<source>/mean``, evaluation
+``eval/<set>/{mean,error_frac}`` and ``pass_metrics``."""
 
 
 def rollout_metrics(
@@ -132,6 +133,10 @@ def rollout_metrics(
         group_index: The group of each trajectory.
     """
     rewards = [t.reward for t in trajectories]
+    by_source: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.source:
+            by_source.setdefault(trajectory.source, []).append(trajectory.reward)
     by_group: dict[int, set[float]] = {}
     for reward, group in zip(rewards, group_index, strict=True):
         by_group.setdefault(group, set()).add(reward)
@@ -149,6 +154,7 @@ def rollout_metrics(
         "rollout/duration_s_mean": duration_s,
         "rollout/generate_s_mean": generate_s,
         "rollout/environment_s_mean": duration_s - generate_s,
+        **{f"reward/{source}/mean": fmean(of) for source, of in by_source.items()},
     }
 
 

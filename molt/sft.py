@@ -21,7 +21,7 @@ from molt.model import Policy
 from molt.model.packing import pack, partition
 from molt.parallel import FSDP2Strategy
 from molt.preflight import check_model
-from molt.tasks import JsonlTasks
+from molt.tasks import TaskSet, file_tasks
 from molt.types import MicroBatch, Segment, Task
 
 
@@ -107,10 +107,10 @@ class SFTModule(pl.LightningModule):
 
 
 class SFTDataModule(pl.LightningDataModule):
-    """Demonstrations from a JSONL file, in batches that are packed like rollouts.
+    """Demonstrations from a JSONL or Parquet file, in batches that are packed like rollouts.
 
     Args:
-        path: The file: one JSON object per line.
+        path: The file: one JSON object per line, or Parquet where it ends in ``.parquet``.
         prompt_key: Column with the question: a string, or a list of chat messages.
         answer_key: Column with the answer to learn; null where ``prompt_key`` holds whole
             conversations, of which every assistant message is learned.
@@ -143,8 +143,8 @@ class SFTDataModule(pl.LightningDataModule):
         self.answer_key = answer_key
         self.batch_size = batch_size
         self.tokens_per_micro_batch = tokens_per_micro_batch
-        self.tasks = JsonlTasks(path, prompt_key, answer_key, system)
-        self.val_tasks = JsonlTasks(val_path, prompt_key, answer_key, system) if val_path else None
+        self.tasks = file_tasks(path, prompt_key, answer_key, system)
+        self.val_tasks = file_tasks(val_path, prompt_key, answer_key, system) if val_path else None
         self.segments: list[Segment] = []
         self.val_segments: list[Segment] = []
 
@@ -165,7 +165,7 @@ class SFTDataModule(pl.LightningDataModule):
         self.segments = self.render(renderer, self.tasks)
         self.val_segments = self.render(renderer, self.val_tasks) if self.val_tasks else []
 
-    def render(self, renderer: Renderer, tasks: JsonlTasks) -> list[Segment]:
+    def render(self, renderer: Renderer, tasks: TaskSet) -> list[Segment]:
         """Return each row of a file as token ids, of which the assistant's are actions."""
         return [
             demonstration(renderer, tasks[i], self.answer_key is not None)

@@ -47,6 +47,8 @@ class Task:
     """The reference answer, where the task set has one."""
     info: dict[str, Any] = field(default_factory=dict)
     """The row's other columns."""
+    source: str = ""
+    """The task set that it comes from, where several are mixed."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: jsonargparse reads a default's __dict__
@@ -177,6 +179,8 @@ class Trajectory:
     them belongs to the environment."""
     error: str = ""
     """Traceback of the fault, if any."""
+    source: str = ""
+    """The task's ``source``."""
 
     @property
     def num_actions(self) -> int:

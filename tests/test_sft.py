@@ -3,6 +3,7 @@ import sys
 from itertools import chain
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -159,3 +160,17 @@ def test_a_pass_visits_every_row_once_and_goes_on_where_a_run_stopped(tmp_path, 
 def tasks(tmp_path):
     data = SFTDataModule(write(tmp_path / "rows.jsonl", TRAIN))
     return [data.tasks[i] for i in range(len(data.tasks))]
+
+
+def test_conversations_are_read_from_parquet_too(tmp_path, renderer):
+    ask, tell = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}
+    table = [{"messages": [ask, tell]}, {"messages": [ask, tell | {"name": "ann"}, ask, tell]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, table)))
+    files = [
+        SFTDataModule(str(tmp_path / f"rows.{kind}"), "messages", answer_key=None)
+        for kind in ("parquet", "jsonl")
+    ]
+    parquet, lines = ([s.token_ids.tolist() for s in f.render(renderer, f.tasks)] for f in files)
+    assert parquet == lines
+    assert len(parquet) == 2

@@ -39,7 +39,7 @@ def test_a_prompt_may_be_a_conversation_without_answer(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the file has no rows"),
+        ("", r"sums.jsonl has no rows"),
         ('{"prompt": "a", "answer": 1}\n{"prompt": ', r"sums.jsonl:2: malformed JSON"),
         (
             '{"prompt": "a", "reply": 1}',

@@ -136,6 +136,7 @@ class _Attempt:
             num_turns=self.num_turns,
             duration_s=time.monotonic() - self.start,
             error=error,
+            source=self.task.source,
         )
 
     def _may_ask(self) -> bool:
